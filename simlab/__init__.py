@@ -1,0 +1,32 @@
+"""simlab: record a mixture-of-experts decode, replay it under hundreds of cache policies, check the picks live."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from simlab.judge.validate import validate
+    from simlab.record.engine import Engine
+    from simlab.replay.run import replay, sweep
+    from simlab.trace.store import open_trace
+
+__version__ = version("simlab")
+__all__ = ["Engine", "__version__", "open_trace", "replay", "sweep", "validate"]
+
+# Loaded on first use: the command line must answer before JAX is imported, and replaying must work
+# where the engine extra is not installed.
+_HOMES = {
+    "Engine": "simlab.record.engine",
+    "open_trace": "simlab.trace.store",
+    "replay": "simlab.replay.run",
+    "sweep": "simlab.replay.run",
+    "validate": "simlab.judge.validate",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'simlab' has no attribute '{name}'")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,172 @@
+"""Budgets, routes and lists of cells, from the words a user writes. Grammar: interface.md, cell options."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Sequence
+
+from simlab.errors import InputError
+from simlab.policy import find_eviction, find_routing
+from simlab.types import Budget, Cell, ResolvedBudget, Route, RoutingPolicy, Scope, Step, TraceHeader
+
+MIB = 1 << 20
+_STAGE_ORDER = ("width", "rerank", "drop")
+_BUDGET = re.compile(r"^(?P<amount>[0-9]*\.?[0-9]+(?:e[+-]?\d+)?)(?P<unit>MiB|GiB|cycles?|/layer|%)$", re.IGNORECASE)
+_BUDGET_FORMS = "2000MiB, 2.5cycles, 48/layer, 25% or off"
+
+
+def parse_budget(text: str) -> Budget:
+    """`2000MiB`, `2.5cycles`, `48/layer`, `25%` or `off`."""
+    text = text.strip()
+    if text.lower() == "off":
+        return Budget("off", 0.0, "off")
+    match = _BUDGET.match(text)
+    if not match:
+        raise InputError(f"--budget {text}: not a budget; write {_BUDGET_FORMS}")
+    amount = float(match["amount"])
+    unit = match["unit"].lower()
+    if not (math.isfinite(amount) and amount > 0):
+        raise InputError(f"--budget {text}: must be above zero ('off' runs without a cache)")
+    if unit in ("mib", "gib"):
+        return Budget("bytes", amount * (1024 if unit == "gib" else 1) * MIB, text)
+    if unit.startswith("cycle"):
+        return Budget("cycles", amount, text)
+    if unit == "/layer":
+        if amount != int(amount):
+            raise InputError(f"--budget {text}: experts per layer must be a whole number")
+        return Budget("per_layer", amount, text)
+    if amount > 100:
+        raise InputError(f"--budget {text}: at most 100% of the expert bytes")
+    return Budget("fraction", amount / 100, text)
+
+
+def effective_k(route: Route, header: TraceHeader) -> int:
+    """Experts per token in force: the k' of a `width` step, else the model's own."""
+    step = route.step("width")
+    return int(step.knobs["k"]) if step else header.n_expert_used
+
+
+def resolve_budget(budget: Budget, scope: Scope, header: TraceHeader, k: int) -> ResolvedBudget:
+    """The bytes a budget comes to for one model: exact integers, `layer_bytes` in MoE layer order."""
+    sizes = [int(header.entry_bytes[layer]) for layer in header.moe_layers]
+    if budget.kind == "off":
+        return ResolvedBudget(0, (0,) * len(sizes), per_layer=False, off=True)
+    if budget.kind == "per_layer":
+        layer_bytes = tuple(int(budget.amount) * size for size in sizes)
+        return ResolvedBudget(sum(layer_bytes), layer_bytes, per_layer=True)
+    total = {
+        "bytes": lambda: math.floor(budget.amount),
+        "cycles": lambda: math.floor(budget.amount * header.cycle_bytes(k)),
+        "fraction": lambda: math.floor(budget.amount * header.expert_bytes),
+    }[budget.kind]()
+    if total <= 0:
+        raise InputError(f"--budget {budget.text}: comes to less than one byte for this model")
+    return ResolvedBudget(total, (total // len(sizes),) * len(sizes), per_layer=scope == "per_layer")
+
+
+def parse_route(text: str) -> Route:
+    """A SPEC such as `substitute:L=.15+drop_cold:F=.75,renorm=0`, or a policy file, into a route in stage order."""
+    steps = [_parse_step(part.strip(), text) for part in text.split("+")]
+    steps.sort(key=lambda s: _STAGE_ORDER.index(s.policy.stage))
+    stages = [s.policy.stage for s in steps]
+    for stage in _STAGE_ORDER:
+        if stages.count(stage) > 1:
+            raise InputError(f"--route {text}: two {stage} policies in one route; only one of each stage composes")
+    return Route(tuple(steps))
+
+
+def make_step(policy: RoutingPolicy, given: dict[str, float], option: str) -> Step:
+    """A step with defaults filled in and every knob checked against its range."""
+    for name in given:
+        if name not in policy.knobs:
+            known = ", ".join(policy.knobs) or "none"
+            raise InputError(f"{option}: {policy.name} has no knob '{name}'; it has {known}")
+    knobs: dict[str, float] = {}
+    for name, knob in policy.knobs.items():
+        value = given.get(name, knob.default)
+        if not knob.low <= value <= knob.high:  # false for NaN too
+            raise InputError(f"{option}: {policy.name}:{name} must lie between {knob.low:g} and {knob.high:g}")
+        if knob.integer and value != int(value):
+            raise InputError(f"{option}: {policy.name}:{name} must be a whole number")
+        knobs[name] = int(value) if knob.integer else float(value)
+    return Step(policy, knobs)
+
+
+def _parse_step(part: str, whole: str) -> Step:
+    name, _, rest = part.partition(":")
+    given: dict[str, float] = {}
+    for pair in filter(None, (p.strip() for p in rest.split(","))):
+        knob, equals, value = pair.partition("=")
+        if not equals:
+            raise InputError(f"--route {whole}: '{pair}' is not knob=value")
+        given[knob.strip()] = parse_number(value, f"--route {whole}")
+    return make_step(find_routing(name), given, f"--route {whole}")
+
+
+def parse_number(text: str, option: str) -> float:
+    """A float, or one clear line."""
+    try:
+        return float(text)
+    except ValueError:
+        raise InputError(f"{option}: '{text}' is not a number") from None
+
+
+def build_cells(
+    *,
+    budgets: Sequence[str],
+    margins: Sequence[str] = (),
+    drops: Sequence[str] = (),
+    top_ks: Sequence[str] = (),
+    routes: Sequence[str] = (),
+    evicts: Sequence[str] = ("lru",),
+    scope: Scope = "global",
+) -> list[Cell]:
+    """Every combination of the options as cells, budgets outermost; lists as `interface.md` allows them.
+
+    `margins`, `drops` and `top_ks` multiply into each route; a route that already has that stage refuses them.
+    """
+    for evict in evicts:
+        find_eviction(evict)
+    bases = [parse_route(r) for r in routes] or [Route()]
+    shorthands = [
+        [_short("top_k", "k", v, "--top-k") for v in top_ks] or [None],
+        [_short("substitute", "L", v, "--margin") for v in margins] or [None],
+        [_short("drop_cold", "F", v, "--drop") for v in drops] or [None],
+    ]
+    found: list[Cell] = []
+    parsed = [parse_budget(b) for b in budgets]
+    for budget, evict, base, extra in itertools.product(parsed, evicts, bases, itertools.product(*shorthands)):
+        steps = list(base.steps)
+        for step in filter(None, extra):
+            same = next((s for s in steps if s.policy.stage == step.policy.stage), None)
+            if same is not None and same.policy.name == "original":
+                steps.remove(same)
+            elif same is not None:
+                raise InputError(f"{step.policy.name} and --route {same.policy.name} both decide the {same.policy.stage}")
+            steps.append(step)
+        steps.sort(key=lambda s: _STAGE_ORDER.index(s.policy.stage))
+        route = Route(tuple(steps)) if steps else parse_route("original")
+        check_cache(route, budget)
+        found.append(Cell(route, budget, evict, {}, scope))
+    if len(set(map(_identity, found))) < len(found):
+        found = list({_identity(c): c for c in found}.values())
+    return found
+
+
+def _identity(cell: Cell) -> tuple:
+    return (cell.route.name, tuple(cell.route.knobs.items()), cell.budget, cell.evict, cell.scope)
+
+
+def _short(name: str, knob: str, value: str, option: str) -> Step:
+    return make_step(find_routing(name), {knob: parse_number(value, option)}, option + " " + str(value))
+
+
+def check_cache(route: Route, budget: Budget) -> None:
+    """A margin or a drop prefers what is resident: without a cache there is nothing to prefer."""
+    if budget.kind != "off":
+        return
+    for step in route.steps:
+        if step.policy.stage in ("rerank", "drop") and step.policy.name != "original":
+            raise InputError(f"--budget off: {step.policy.name} needs a cache, nothing is resident without one")

@@ -1,0 +1,144 @@
+"""Running a route's policies on rows: the driver shared by the live engine (NumPy) and the replayer (JAX).
+
+Policies say what they want element by element; what needs a whole row happens here, once for both worlds:
+taking the k best, comparing sets, finding the top slot, repointing dropped slots.
+Rules: engine-semantics, sections 1 and 2.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from simlab.types import Array, Candidates, Row, Step
+
+_EXPERT_BITS = 16
+_NO_SLOT = -1
+
+
+class Rerouted(NamedTuple):
+    """What a rerank step made of rows. `experts` int32 `[K, ...]`, -1 in slots that do not exist."""
+
+    experts: Array
+    reranked: Array
+    """int32 `[...]`: slots of rows the policy examined."""
+    substituted: Array
+    """int32 `[...]`: executed experts that were not in the router's set."""
+    state: Any
+
+
+class Dropped(NamedTuple):
+    """What a drop step made of rows."""
+
+    dropped: Array
+    """bool `[K, ...]`."""
+    walk: Array
+    """int32 `[K, ...]`: expert of each slot after repointing dropped slots to the top slot's expert."""
+    top_slot: Array
+    """int `[...]`: the first slot of the largest weight."""
+    state: Any
+
+
+def knob_values(step: Step, xp: Any) -> SimpleNamespace:
+    """The knobs of one step as float32 or int32 scalars of `xp`."""
+    return SimpleNamespace(
+        **{
+            name: (xp.int32 if step.policy.knobs[name].integer else xp.float32)(value)
+            for name, value in step.knobs.items()
+        }
+    )
+
+
+def _sortable(xp: Any, value: Array) -> Array:
+    """int64 with the order of float32 `value`: NaN and -inf lowest, both zeros equal."""
+    value = xp.where(value != value, xp.float32("-inf"), value)
+    value = xp.where(value == 0, xp.float32(0), value).astype(xp.float32)
+    bits = value.view(xp.int32)
+    return xp.where(bits < 0, bits ^ xp.int32(0x7FFFFFFF), bits).astype(xp.int64)
+
+
+def selection_key(xp: Any, value: Array, tier: Array, expert: Array) -> Array:
+    """Unique int64 keys whose descending order is (tier, value) descending, then expert id ascending."""
+    tier_bits = (xp.zeros_like(expert) + tier).astype(xp.int64) << 32
+    id_bits = ((1 << _EXPERT_BITS) - 1) - expert.astype(xp.int64)
+    return ((tier_bits + _sortable(xp, value)) << _EXPERT_BITS) + id_bits
+
+
+def take_top(xp: Any, key: Array, expert: Array, n: int) -> Array:
+    """The `n` candidates of largest key, in descending order: int32 `[n, ...]`. Keys are unique, so any method agrees."""
+    if isinstance(key, _numpy_array()):
+        order = xp.argsort(-key, axis=0)[:n]
+        return xp.take_along_axis(xp.broadcast_to(expert, key.shape), order, axis=0)
+    picks = []
+    for _ in range(n):
+        best = xp.max(key, axis=0)
+        is_best = key == best
+        picks.append(xp.sum(xp.where(is_best, expert, 0), axis=0))
+        key = xp.where(is_best, xp.iinfo(xp.int64).min, key)
+    return xp.stack(picks).astype(xp.int32)
+
+
+def _numpy_array() -> type:
+    import numpy as np
+
+    return np.ndarray
+
+
+def members(xp: Any, experts: Array, of: Array) -> Array:
+    """bool `[K, ...]`: which of `experts` are among `of`; slots holding -1 are nowhere."""
+    return (experts[:, None] == of[None, :]).any(axis=1) & (experts != _NO_SLOT)
+
+
+def rerank(
+    xp: Any, step: Step, knobs: SimpleNamespace, candidates: Candidates, row: Row, router: Array, armed: Array, state: Any
+) -> Rerouted:
+    """Run a rerank policy on rows.
+
+    Args:
+        candidates: the experts of the layer, `[C, ...]`.
+        router: int32 `[K, ...]`, the router's ids, -1 where a slot does not exist.
+        armed: bool `[...]`: rows of decode graphs; elsewhere the router's ids and the state stand.
+    """
+    exists = router != _NO_SLOT
+    n_slots = exists.sum(axis=0).astype(xp.int32)
+    choice, new_state = step.policy.function(xp, candidates, row, state, knobs)
+    key = selection_key(xp, choice.value, choice.tier, candidates.expert)
+    n = min(router.shape[0], candidates.value.shape[0])
+    picked = take_top(xp, key, candidates.expert, n)
+    if n < router.shape[0]:
+        picked = xp.concatenate([picked, xp.full_like(router[n:], _NO_SLOT)])
+    picked = xp.where(exists, picked, _NO_SLOT)
+    active = armed & choice.active & (n_slots > 0)
+    is_new = exists & ~members(xp, picked, router)
+    substituted = xp.where(active, is_new.sum(axis=0), 0).astype(xp.int32)
+    experts = xp.where(substituted > 0, picked, router)
+    state = {name: xp.where(armed, new_state[name], state[name]) for name in state} if state else state
+    return Rerouted(experts, xp.where(active, n_slots, 0).astype(xp.int32), substituted, state)
+
+
+def drop(
+    xp: Any, step: Step | None, knobs: SimpleNamespace | None, slots: Candidates, row: Row, armed: Array, state: Any
+) -> Dropped:
+    """Run a drop policy on the slots of rows; with no step, find the top slot and drop nothing.
+
+    `slots` has shape `[K, ...]`, expert -1 where a slot does not exist; weights of such slots are ignored.
+    """
+    exists = slots.expert != _NO_SLOT
+    weight = xp.where(exists, slots.weight, xp.float32("-inf"))
+    top_slot = xp.argmax(weight, axis=0)
+    slot = xp.arange(weight.shape[0]).reshape((-1,) + (1,) * (weight.ndim - 1))
+    if step is None or knobs is None:
+        return Dropped(xp.zeros_like(exists), slots.expert, top_slot, state)
+    choice, new_state = step.policy.function(xp, slots, row, state, knobs)
+    dropped = choice.drop & exists & armed & (slot != top_slot)
+    top_expert = xp.take_along_axis(slots.expert, top_slot[None], axis=0)[0]
+    walk = xp.where(dropped, top_expert, slots.expert)
+    state = {name: xp.where(armed, new_state[name], state[name]) for name in state} if state else state
+    return Dropped(dropped, walk, top_slot, state)
+
+
+def drop_armed(xp: Any, step: Step | None, knobs: SimpleNamespace | None, decode: Array) -> Array:
+    """Rows a drop step acts on: decode graphs, and prefill ones where its `prefill` knob asks for it."""
+    if step is None or "prefill" not in step.policy.knobs or knobs is None:
+        return decode
+    return decode | (knobs.prefill > 0)

@@ -1,0 +1,88 @@
+"""From the scores a graph sorted to what policies rank by, weigh by and are judged by. NumPy, at load.
+
+Logarithms and exponentials are not portable between XLA and NumPy, so every one of them is taken here, once,
+and both the live engine and the replayer read the result (engine-semantics, section 1).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simlab.types import Gating, ScoreSpace, WeightRule
+
+Float32 = NDArray[np.float32]
+
+
+class RowStatistics(NamedTuple):
+    """Per row, over its finite ranking values."""
+
+    top: Float32
+    range: Float32
+    bottom: Float32
+
+
+def ranking_values(scores: Float32, space: ScoreSpace) -> Float32:
+    """What the margin acts on: ln p of probabilities (-inf for p <= 0), other scores as they are; NaN ranks as -inf."""
+    if space == "prob":
+        with np.errstate(divide="ignore", invalid="ignore"):
+            value = np.log(scores.astype(np.float64)).astype(np.float32)
+        value = np.where(scores > 0, value, np.float32("-inf"))
+    else:
+        value = scores
+    # Adding zero turns -0.0 into 0.0, so that equal scores compare equal bit for bit.
+    return np.where(np.isnan(value), np.float32("-inf"), value).astype(np.float32) + np.float32(0)
+
+
+def row_statistics(values: Float32) -> RowStatistics:
+    """Largest, range and smallest of the finite values along the last axis; zeros for a row without any."""
+    finite = np.isfinite(values)
+    some = finite.any(axis=-1)
+    top = np.where(some, np.where(finite, values, np.float32("-inf")).max(axis=-1), np.float32(0))
+    bottom = np.where(some, np.where(finite, values, np.float32("inf")).min(axis=-1), np.float32(0))
+    return RowStatistics(top.astype(np.float32), (top - bottom).astype(np.float32), bottom.astype(np.float32))
+
+
+def router_mass(scores: Float32, gating: Gating) -> NDArray[np.float64]:
+    """Share of the router's probability each expert holds, rows sum to 1: softmax, or for sigmoid score / sum."""
+    s = np.nan_to_num(scores.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
+    if gating == "logits":
+        finite = np.isfinite(scores)
+        top = np.where(finite, scores, -np.inf).max(axis=-1, keepdims=True)
+        s = np.where(finite, np.exp(np.where(finite, scores, 0) - np.where(np.isfinite(top), top, 0)), 0.0)
+    total = s.sum(axis=-1, keepdims=True)
+    return np.divide(s, total, out=np.zeros_like(s), where=total > 0)
+
+
+def gate_numerators(gate: Float32, rule: WeightRule) -> Float32:
+    """Per expert, the number its weight is a share of: the gate probability, or exp(logit - row maximum)."""
+    if not rule.softmax_over_selected:
+        return gate.astype(np.float32)
+    finite = np.isfinite(gate)
+    top = np.where(finite, gate, np.float32("-inf")).max(axis=-1, keepdims=True)
+    shifted = np.where(finite, gate - np.where(np.isfinite(top), top, 0), np.float32("-inf"))
+    return np.exp(shifted.astype(np.float64)).astype(np.float32)
+
+
+def applied_weights(xp, numerators, exists, rule: WeightRule):
+    """The weights the expert matmuls apply to a selection, rebuilt by the trace's rule.
+
+    Args:
+        numerators: float32 `[K, ...]`, `gate_numerators` of the selected experts in slot order.
+        exists: bool `[K, ...]`.
+
+    The sum runs in slot order in float64 and is rounded once, the division is float32, as in ggml.
+    """
+    numerators = xp.where(exists, numerators, xp.float32(0))
+    weights = numerators
+    if rule.normalise or rule.softmax_over_selected:
+        total = xp.zeros_like(numerators[0], dtype=xp.float64)
+        for slot in range(numerators.shape[0]):
+            total = total + numerators[slot].astype(xp.float64)
+        total = xp.maximum(total.astype(xp.float32), xp.float32(rule.clamp_min))
+        weights = weights / total[None]
+    if rule.scale != 1.0:
+        weights = weights * xp.float32(rule.scale)
+    return xp.where(exists, weights, xp.float32(0))

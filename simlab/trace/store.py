@@ -1,0 +1,204 @@
+"""A trace on disk: written in parts by rename, read lazily, checked on open.
+
+A recording that was killed leaves whole parts behind; opening it keeps the graphs that every table has
+complete and says so in one warning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from simlab.errors import InputError, RunError, SimlabWarning
+from simlab.trace.header import read_header, write_header
+from simlab.trace.schema import TABLES, table_schema
+from simlab.types import TraceHeader
+
+
+@dataclass(frozen=True)
+class Trace:
+    """An opened trace. The tables are lazy polars frames in execution order."""
+
+    path: Path
+    header: TraceHeader
+    width: int
+    """Slots per routing row."""
+    n_rows: int
+    """Routing rows."""
+    routing: pl.LazyFrame
+    reads: pl.LazyFrame
+    tokens: pl.LazyFrame
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether every routing row carries the scores its graph sorted."""
+        return self.n_rows > 0 and self.routing.select(pl.col("scores").null_count()).collect().item() == 0
+
+
+def open_trace(path: str | os.PathLike[str]) -> Trace:
+    """Open a trace folder.
+
+    Raises:
+        InputError: no such folder, a header this version cannot read, a table whose rows differ from the
+            header's count, or rows of a layer whose entry bytes are unknown.
+    """
+    folder = Path(path)
+    header, promised, width = read_header(folder)
+    frames = {table: _scan(folder, table, header.n_expert, width) for table in TABLES}
+    if promised is None:
+        frames = _complete_graphs(folder, frames)
+    else:
+        for table, frame in frames.items():
+            found = _count(folder, table, frame)
+            if found != promised.get(table):
+                raise InputError(f"{folder}/{table}: {found} rows, header.json promises {promised.get(table)}")
+    layers = _collect(folder, "routing", frames["routing"].select(pl.col("layer").unique().sort()))["layer"].to_list()
+    for layer in layers:
+        if layer not in header.entry_bytes:
+            raise InputError(f"{folder}/header.json: entry_bytes has no layer {layer}, which the routing table has")
+    return Trace(folder, header, width, _count(folder, "routing", frames["routing"]), **frames)
+
+
+def _scan(folder: Path, table: str, n_expert: int, width: int) -> pl.LazyFrame:
+    schema = table_schema(table, n_expert, width)
+    parts = sorted((folder / table).glob("part-*.parquet"))
+    if not parts:
+        return pl.LazyFrame(schema=schema)
+    frame = pl.scan_parquet(parts, glob=False)
+    try:
+        found = frame.collect_schema()
+    except Exception as error:
+        raise InputError(f"{folder}/{table}: a part is not parquet: {_first_line(error)}") from error
+    for name, dtype in schema.items():
+        if name not in found:
+            raise InputError(f"{folder}/{table}: column '{name}' is missing")
+        if found[name] != dtype:
+            raise InputError(f"{folder}/{table}: column '{name}' is {found[name]}, should be {dtype}")
+    return frame.select(list(schema))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]
+
+
+def _collect(folder: Path, table: str, frame: pl.LazyFrame) -> pl.DataFrame:
+    try:
+        return frame.collect()
+    except Exception as error:
+        raise InputError(f"{folder}/{table}: cannot be read: {_first_line(error)}") from error
+
+
+def _count(folder: Path, table: str, frame: pl.LazyFrame) -> int:
+    return _collect(folder, table, frame.select(pl.len())).item()
+
+
+def _complete_graphs(folder: Path, frames: dict[str, pl.LazyFrame]) -> dict[str, pl.LazyFrame]:
+    """Cut every table after the last graph that the tokens table, written last, has."""
+    last = _collect(folder, "tokens", frames["tokens"].select(pl.col("graph").max())).item()
+    last = -1 if last is None else last
+    warnings.warn(
+        f"{folder}: the recording did not finish; using its {last + 1} complete graphs", SimlabWarning, stacklevel=3
+    )
+    return {table: frame.filter(pl.col("graph") <= last) for table, frame in frames.items()}
+
+
+def prepare_folder(path: str | os.PathLike[str], force: bool) -> Path:
+    """Refuse an existing output without `force`; with it, remove what was there. Creates nothing."""
+    target = Path(path)
+    if not target.exists():
+        return target
+    if not force:
+        raise InputError(f"--out {target}: exists already; add --force to replace it")
+    if target.is_dir():
+        if any(target.iterdir()) and not (target / "header.json").is_file():
+            raise InputError(f"--out {target}: a folder that is not a trace; --force does not remove it")
+        shutil.rmtree(target)
+    else:
+        target.unlink()
+    return target
+
+
+class TraceWriter:
+    """Writes a trace part by part. Use as a context manager; `close` marks the trace complete.
+
+    `add` takes column arrays of equal length; a flush renames whole parts into place, the tokens table
+    last, so that whatever is visible of the other tables is complete up to the last token seen.
+    """
+
+    def __init__(self, folder: Path, header: TraceHeader, width: int) -> None:
+        self.folder = folder
+        self.header = dataclasses.replace(header, complete=False)
+        self.width = width
+        self._pending: dict[str, list[pl.DataFrame]] = {table: [] for table in TABLES}
+        self._rows = dict.fromkeys(TABLES, 0)
+        self._parts = 0
+        self._guard(lambda: self._create())
+
+    def _create(self) -> None:
+        for table in TABLES:
+            (self.folder / table).mkdir(parents=True, exist_ok=True)
+        write_header(self.folder, self.header, None, self.width)
+
+    def _guard(self, action: Any) -> None:
+        try:
+            action()
+        except OSError as error:
+            raise RunError(
+                f"{self.folder}: writing the trace failed: {error.strerror} (errno {error.errno}); "
+                "what was written before is readable"
+            ) from error
+
+    def add(self, table: str, columns: Mapping[str, Any]) -> None:
+        """Append rows to a table; columns not given are null."""
+        schema = table_schema(table, self.header.n_expert, self.width)
+        given = {n: columns[n] for n in schema if n in columns}
+        frame = pl.DataFrame(given, schema={n: schema[n] for n in given})
+        missing = [pl.lit(None, dtype=schema[n]).alias(n) for n in schema if n not in given]
+        self._pending[table].append(frame.with_columns(missing).select(list(schema)))
+
+    def flush(self) -> None:
+        """Make everything added so far visible to readers. Call between graphs."""
+        self._guard(self._flush)
+
+    def _flush(self) -> None:
+        name = f"part-{self._parts:06d}.parquet"
+        wrote = False
+        for table in TABLES:
+            if not self._pending[table]:
+                continue
+            frame = pl.concat(self._pending[table])
+            target = self.folder / table / name
+            temporary = target.with_suffix(".tmp")
+            frame.write_parquet(temporary, compression="zstd", statistics=True)
+            os.replace(temporary, target)
+            self._rows[table] += frame.height
+            self._pending[table] = []
+            wrote = True
+        self._parts += wrote
+
+    def close(self) -> None:
+        """Flush and mark the trace complete."""
+        self.flush()
+        self._guard(
+            lambda: write_header(
+                self.folder, dataclasses.replace(self.header, complete=True), self._rows, self.width
+            )
+        )
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if kind is None:
+            self.close()
+        else:
+            # The run failed; keep what is whole, and leave the header saying that it did not finish.
+            self.flush()

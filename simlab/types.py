@@ -1,0 +1,340 @@
+"""Every type of the domain, in one place.
+
+Words used throughout, as in the field:
+
+- *graph*: one evaluation of the compute graph, a prefill chunk or one decode step.
+- *batch*: one (graph, layer); its experts are looked up together, residency is frozen at its start.
+- *entry*: one (layer, expert) in the cache, all its projections together.
+- *token cycle*: the bytes one token asks for, sum over MoE layers of k * entry bytes.
+- *lane*: in the replayer, one cell of a sweep; in the engine, one reader thread.
+- *residency*: 0 missing, 1 in RAM, 2 in RAM by speculation.
+
+Array shapes: `C` candidates (experts or slots) come first, `...` stands for whatever the caller runs at
+once (nothing in the live engine, lanes in the replayer), so a policy broadcasts without knowing which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any, Literal, NamedTuple
+
+Array = Any
+"""A NumPy array in the live engine, a JAX array in the replayer."""
+
+PREFILL, DECODE = 0, 1
+THROW_AWAY_TURN = -1
+"""Turn number of the throw-away decode that warms the cache: replayed, never counted."""
+
+Scope = Literal["global", "per_layer"]
+Gating = Literal["softmax", "sigmoid", "logits"]
+ScoreSpace = Literal["prob", "raw"]
+Stage = Literal["width", "rerank", "drop"]
+
+# ---------------------------------------------------------------------------------------------------------
+# The policy contract
+
+
+class Knob(NamedTuple):
+    """One number a policy takes. It is data: the replayer gives one value per lane."""
+
+    default: float
+    low: float
+    high: float
+    integer: bool = False
+    help: str = ""
+
+
+class Candidates(NamedTuple):
+    """What a routing policy may look at, element by element. Fields it did not declare in `needs` are zeros.
+
+    For a `rerank` policy the candidates are experts of one layer, in any order and possibly only a
+    score-sorted prefix of them; for a `drop` policy they are the k slots of the routing, in slot order.
+    """
+
+    value: Array
+    """float32 `[C, ...]`: the ranking value, ln p where the graph sorted probabilities; never NaN."""
+    expert: Array
+    """int32 `[C, ...]`: expert id."""
+    rank: Array
+    """int32 `[C, ...]`: place in the router's own ranking, 0 is its first pick (needs "rank"); for slots, the slot."""
+    resident: Array
+    """bool `[C, ...]`: in RAM at the start of the batch."""
+    weight: Array
+    """float32 `[C, ...]`: the weight the expert matmul would apply under the routing so far, 0 for experts
+    outside it (needs "weights")."""
+
+
+class Row(NamedTuple):
+    """One token at one MoE layer: what is known of the whole row. Every field has shape `[...]`."""
+
+    k: Array
+    """int32: experts per token in force (after any `width` policy)."""
+    layer: Array
+    """int32: index among the MoE layers."""
+    top: Array
+    """float32: largest finite ranking value of the row (0 if none is finite)."""
+    range: Array
+    """float32: largest minus smallest finite ranking value, rounded once."""
+    n_resident: Array
+    """int32: resident experts of this layer with a finite ranking value."""
+
+
+class Choice(NamedTuple):
+    """What a routing policy decides. Only the fields of its stage are read.
+
+    `width`: `k`. `rerank`: `value`, `tier`, `active`; the driver takes the k candidates with the largest
+    (tier, value), ties to the lower expert id. `drop`: `drop`; the driver never drops the top-weight slot.
+    """
+
+    value: Array = None
+    tier: Array = 0
+    active: Array = True
+    """bool `[...]`: False leaves this row to the router and does not count it as reranked."""
+    drop: Array = None
+    k: Array = None
+
+
+class Access(NamedTuple):
+    """One entry touched by one row of a batch, given to an eviction policy's `touch`."""
+
+    position: Array
+    """int64: place of the entry's last occurrence in the walk over the whole run; unique per access."""
+    first: Array
+    """bool: first sight of the entry in this batch (a lookup)."""
+    hit: Array
+    """bool: that lookup found it in RAM."""
+    weight: Array
+    """float32: applied weights of this row's slots that run the entry, added up."""
+    batch: Array
+    """int64: number of the batch since the start of the run."""
+    layer: Array
+    """int32: MoE layer index."""
+    expert: Array
+    """int32: expert id."""
+
+
+RoutingFunction = Callable[[ModuleType, Candidates, Row, Any, SimpleNamespace], tuple[Choice, Any]]
+"""`(xp, candidates, row, state, knobs) -> (choice, state)`, pure and elementwise over candidates."""
+
+TouchFunction = Callable[[ModuleType, dict[str, Array], Access, SimpleNamespace], dict[str, Array]]
+"""`(xp, state, access, knobs) -> state` for the entries one row touched."""
+
+KeyFunction = Callable[[ModuleType, dict[str, Array], Array, Array, SimpleNamespace], Array]
+"""`(xp, state, last_position, batch, knobs) -> key`, int64 or float64: the smallest key is evicted first."""
+
+
+@dataclass(frozen=True)
+class RoutingPolicy:
+    """A routing policy: which experts run. Made by the decorators of `simlab.policy`."""
+
+    name: str
+    stage: Stage
+    function: RoutingFunction
+    knobs: Mapping[str, Knob] = field(default_factory=dict)
+    needs: frozenset[str] = frozenset()
+    """Inputs it needs of a trace: "scores", "rank", "weights"."""
+    state: Mapping[str, float] = field(default_factory=dict)
+    """Names and first values (float32) of its per-layer state."""
+    source: str = ""
+    source_hash: str = ""
+
+
+@dataclass(frozen=True)
+class EvictionPolicy:
+    """An eviction policy: what stays. Victim: smallest key, then least recent occurrence, then lower (layer, expert)."""
+
+    name: str
+    key: KeyFunction
+    touch: TouchFunction | None = None
+    state: Mapping[str, float] = field(default_factory=dict)
+    """Names and first values of its per-entry state (int64 if the value is an int, else float64)."""
+    knobs: Mapping[str, Knob] = field(default_factory=dict)
+    source: str = ""
+    source_hash: str = ""
+
+
+# ---------------------------------------------------------------------------------------------------------
+# A cell: one setting of everything
+
+
+@dataclass(frozen=True)
+class Step:
+    """One routing policy of a route with its knobs filled in."""
+
+    policy: RoutingPolicy
+    knobs: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Route:
+    """Routing policies composed in stage order: at most one each of width, rerank and drop. Empty: the router's own."""
+
+    steps: tuple[Step, ...] = ()
+
+    def step(self, stage: Stage) -> Step | None:
+        """The step of one stage, or None."""
+        return next((s for s in self.steps if s.policy.stage == stage), None)
+
+    @property
+    def name(self) -> str:
+        return "+".join(s.policy.name for s in self.steps) or "original"
+
+    @property
+    def knobs(self) -> dict[str, float]:
+        """Knobs of all steps; a name used by two steps is prefixed with its policy."""
+        flat: dict[str, float] = {}
+        for s in self.steps:
+            for name, value in s.knobs.items():
+                flat[f"{s.policy.name}.{name}" if name in flat else name] = value
+        return flat
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset().union(*(s.policy.needs for s in self.steps)) if self.steps else frozenset()
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A cache size as the user wrote it; `simlab.cells.resolve_budget` turns it into bytes for a model."""
+
+    kind: Literal["bytes", "cycles", "per_layer", "fraction", "off"]
+    amount: float
+    text: str
+
+
+@dataclass(frozen=True)
+class ResolvedBudget:
+    """A budget in bytes for one model. `layer_bytes[i]` bounds MoE layer i when `per_layer`, else `total_bytes` bounds all."""
+
+    total_bytes: int
+    layer_bytes: tuple[int, ...]
+    per_layer: bool
+    off: bool = False
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One setting: routing, eviction, budget and scope."""
+
+    route: Route
+    budget: Budget
+    evict: str = "lru"
+    evict_knobs: Mapping[str, float] = field(default_factory=dict)
+    scope: Scope = "global"
+
+    @property
+    def margin(self) -> float | None:
+        return next((s.knobs["L"] for s in self.route.steps if s.policy.name == "substitute"), None)
+
+    @property
+    def drop(self) -> float | None:
+        return next((s.knobs["F"] for s in self.route.steps if s.policy.name == "drop_cold"), None)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# A trace's header
+
+
+@dataclass(frozen=True)
+class WeightRule:
+    """How the graph turns gate probabilities of the selected experts into applied weights, in this order."""
+
+    softmax_over_selected: bool = False
+    normalise: bool = True
+    clamp_min: float = 0.0
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class TraceHeader:
+    """`header.json` of a trace. Layer keys are model layer numbers; only MoE layers are listed. Sizes in bytes."""
+
+    model: str
+    arch: str
+    n_layer: int
+    n_expert: int
+    n_expert_used: int
+    gating: Gating | None
+    score_space: ScoreSpace | None
+    weight_rule: WeightRule | None
+    entry_bytes: Mapping[int, int]
+    window_bytes: Mapping[int, tuple[int, ...]] | None = None
+    dense_bytes: Mapping[int, int] | None = None
+    budget_bytes: int | None = None
+    """Cache size it was recorded at; 0 with the cache off, null when unknown."""
+    route: str | None = None
+    knobs: Mapping[str, float] = field(default_factory=dict)
+    evict: str | None = None
+    scope: Scope | None = None
+    policy_source_hash: str | None = None
+    io_mode: Literal["direct", "buffered"] | None = None
+    engine: str | None = None
+    engine_version: str | None = None
+    cpu: str | None = None
+    text_hash: str | None = None
+    created: str | None = None
+    schema_version: int = 1
+    complete: bool = True
+    """False while a recording runs, so that a killed one is recognised."""
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Model layer numbers of the MoE layers, ascending."""
+        return tuple(sorted(self.entry_bytes))
+
+    def cycle_bytes(self, k: int | None = None) -> int:
+        """One token cycle: sum over MoE layers of k * entry bytes."""
+        return (k or self.n_expert_used) * sum(self.entry_bytes.values())
+
+    @property
+    def expert_bytes(self) -> int:
+        """All experts of all MoE layers."""
+        return self.n_expert * sum(self.entry_bytes.values())
+
+
+# ---------------------------------------------------------------------------------------------------------
+# A cell's numbers
+
+
+@dataclass(frozen=True)
+class PhaseNumbers:
+    """The counters of one phase of one cell; the names are those of the JSON contract."""
+
+    tokens: int
+    lookups: int
+    hits: int
+    misses: int
+    hit_rate: float | None
+    cold_misses: int
+    capacity_misses: int
+    read_mib: float
+    read_mib_per_token: float | None
+    slots: int
+    reranked: int
+    substituted: int
+    dropped: int
+    evictions: int
+    rereads: int
+    mass_displaced: float | None
+    score_regret: float | None
+    agreement: float | None
+
+
+@dataclass(frozen=True)
+class CellNumbers:
+    """What a replay or a live run of one cell gives. Live runs fill the timing and quality fields."""
+
+    source: Literal["replay", "live"]
+    cell: Cell
+    budget_mib: float
+    budget_cycles: float
+    top_k: int
+    decode: PhaseNumbers
+    all: PhaseNumbers
+    tok_s: float | None = None
+    wall_ms_per_token: float | None = None
+    read_wait_ms_per_token: float | None = None
+    ppl: float | None = None
+    nll: float | None = None
