@@ -108,7 +108,8 @@ def rerank(
     if n < router.shape[0]:
         picked = xp.concatenate([picked, xp.full_like(router[n:], _NO_SLOT)])
     picked = xp.where(exists, picked, _NO_SLOT)
-    active = armed & choice.active & (n_slots > 0)
+    # With no expert outside the routing there is nothing to choose: declined, not counted (E <= k).
+    active = armed & choice.active & (n_slots > 0) & (row.k < candidates.value.shape[0])
     is_new = exists & ~members(xp, picked, router)
     substituted = xp.where(active, is_new.sum(axis=0), 0).astype(xp.int32)
     experts = xp.where(substituted > 0, picked, router)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from simlab.routing import selection_key
 from simlab.types import Gating, ScoreSpace, WeightRule
 
 Float32 = NDArray[np.float32]
@@ -56,6 +57,17 @@ def router_mass(scores: Float32, gating: Gating) -> NDArray[np.float64]:
     return np.divide(s, total, out=np.zeros_like(s), where=total > 0)
 
 
+def router_ranking(values: Float32, picks: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Experts `[rows, n_expert]` as the router ranks them: its picks `[rows, k]` in slot order, the rest by value, then id."""
+    n_rows, n_expert = values.shape
+    key = selection_key(np, values, 0, np.broadcast_to(np.arange(n_expert, dtype=np.int32), (n_rows, n_expert)))
+    first = np.iinfo(np.int64).max
+    for slot in reversed(range(picks.shape[1])):
+        rows = np.flatnonzero(picks[:, slot] >= 0)
+        key[rows, picks[rows, slot]] = first - slot
+    return np.argsort(-key, axis=1)
+
+
 def gate_numerators(gate: Float32, rule: WeightRule) -> Float32:
     """Per expert, the number its weight is a share of: the gate probability, or exp(logit - row maximum)."""
     if not rule.softmax_over_selected:
@@ -63,7 +75,9 @@ def gate_numerators(gate: Float32, rule: WeightRule) -> Float32:
     finite = np.isfinite(gate)
     top = np.where(finite, gate, np.float32("-inf")).max(axis=-1, keepdims=True)
     shifted = np.where(finite, gate - np.where(np.isfinite(top), top, 0), np.float32("-inf"))
-    return np.exp(shifted.astype(np.float64)).astype(np.float32)
+    numerators = np.exp(shifted.astype(np.float64)).astype(np.float32)
+    # NaN stays NaN, as in the graph, so that a drop policy can refuse it.
+    return np.where(np.isnan(gate), np.float32("nan"), numerators)
 
 
 def applied_weights(xp, numerators, exists, rule: WeightRule):

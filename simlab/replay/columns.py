@@ -1,0 +1,201 @@
+"""From a trace to the columns the replay scan reads, in NumPy, a stretch of rows at a time.
+
+The ids of the whole trace fit in memory and are read once; the score rows, which are far larger, are read
+and turned into ranking values, statistics, masses and gate numerators only for the rows asked for. Whatever
+takes a logarithm, an exponential or a row-wide reduction happens here, so that the scan and the live engine,
+which calls the same functions of `simlab.scores`, see the same bits (engine-semantics, section 1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from simlab.errors import InputError
+from simlab.scores import gate_numerators, ranking_values, router_mass, router_ranking, row_statistics
+from simlab.trace.store import Trace
+from simlab.types import DECODE, THROW_AWAY_TURN
+
+WeightSource = Literal["scores", "recorded"]
+
+
+@dataclass(frozen=True)
+class ColumnNeeds:
+    """Which columns a set of cells wants of the trace."""
+
+    n_slots: int
+    """Length of the router's list in each row; its ranking fills what lies above the recorded width."""
+    scores: bool
+    rank: bool
+    weights: frozenset[WeightSource]
+
+
+class TraceColumns:
+    """The rows of a trace in execution order, ready to be cut into chunks.
+
+    A batch is a maximal run of rows of equal (graph, layer). `layer` is an index among the MoE layers.
+
+    Raises:
+        InputError: an expert id outside the model's range, or a row without router ids, with layer and step.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        header = trace.header
+        ids = trace.routing.select(
+            "turn", "graph", "phase", "step", "layer", "pos_in_graph", "router_experts"
+        ).collect()
+        self.where = ids.drop("router_experts")
+        if ids["router_experts"].null_count():
+            raise InputError(f"{trace.path}/routing: rows without router_experts cannot be replayed")
+        recorded: NDArray[np.int32] = ids["router_experts"].to_numpy().reshape(ids.height, trace.width)
+        self.recorded = recorded.astype(np.int32)
+        self.model_layer = ids["layer"].to_numpy()
+        self.step = ids["step"].to_numpy()
+        wrong = ((recorded < -1) | (recorded >= header.n_expert)).any(axis=1)
+        if wrong.any():
+            row = int(np.flatnonzero(wrong)[0])
+            raise InputError(
+                f"{trace.path}/routing: router_experts {recorded[row].tolist()} at {self.place(row)}; "
+                f"ids run from 0 to {header.n_expert - 1}, -1 where a slot does not exist"
+            )
+        self.layer = np.searchsorted(np.array(header.moe_layers), self.model_layer).astype(np.int32)
+        self.decode = (ids["phase"] == DECODE).to_numpy()
+        self.counted = (ids["turn"] != THROW_AWAY_TURN).to_numpy()
+        graph = ids["graph"].to_numpy()
+        change = (graph[1:] != graph[:-1]) | (self.layer[1:] != self.layer[:-1])
+        edge = np.ones(min(len(graph), 1), bool)
+        self.batch_start = np.concatenate([edge, change])
+        self.batch_end = np.concatenate([change, edge])
+        self.batch = np.cumsum(self.batch_start, dtype=np.int64) - 1
+        # A row with a hole ran fewer experts on purpose: the router's k of that row is what it has.
+        shown = self.recorded[:, : header.n_expert_used]
+        n_shown = (shown >= 0).sum(axis=1)
+        hidden = header.n_expert_used - shown.shape[1]
+        self.router_k = np.where(n_shown == shown.shape[1], n_shown + hidden, n_shown).astype(np.int32)
+
+    @property
+    def n_rows(self) -> int:
+        return self.recorded.shape[0]
+
+    def place(self, row: int) -> str:
+        """Where a row is, for error messages."""
+        return f"layer {self.model_layer[row]}, step {self.step[row]} (row {row})"
+
+    def n_events(self, decode: bool) -> int:
+        """Counted routing events of one phase: rows in which the router picked any expert."""
+        return int((self.counted & (self.decode == decode) & (self.router_k > 0)).sum())
+
+    def n_tokens(self, decode: bool) -> int:
+        """Distinct (graph, position) among the counted rows of one phase."""
+        rows = self.where.select("graph", "pos_in_graph").filter(
+            pl.Series(self.counted & (self.decode == decode))
+        )
+        return rows.n_unique() if rows.height else 0
+
+    def chunk(self, start: int, stop: int, size: int, needs: ColumnNeeds) -> dict[str, NDArray[Any]]:
+        """Columns of rows `start` to `stop`, padded with rows that do nothing to `size` rows.
+
+        Returns arrays whose first axis is the row. Always: layer, decode, counted, batch, batch_start,
+        batch_end, valid, row, router `[n_slots]`, router_k. With scores: top, range, and `[n_expert]`
+        value, mass, regret. On demand: rank, numerator `[n_expert]`, weight `[width]`.
+        """
+        cut = slice(start, stop)
+        columns: dict[str, NDArray[Any]] = {
+            name: getattr(self, name)[cut]
+            for name in ("layer", "decode", "counted", "batch", "batch_start", "batch_end", "router_k")
+        }
+        columns["valid"] = np.ones(stop - start, bool)
+        columns["row"] = np.arange(start, stop, dtype=np.int64)
+        columns["router"] = self.recorded[cut][:, : needs.n_slots]
+        if needs.scores:
+            columns |= self._score_columns(start, stop, needs)
+        if "recorded" in needs.weights:
+            columns["weight"] = self._read("weights", start, stop).astype(np.float32)
+        return {name: _padded(name, column, size) for name, column in columns.items()}
+
+    def _read(self, column: str, start: int, stop: int) -> NDArray[Any]:
+        series = self.trace.routing.select(column).slice(start, stop - start).collect().to_series()
+        return series.to_numpy().reshape(stop - start, -1)
+
+    def _score_columns(self, start: int, stop: int, needs: ColumnNeeds) -> dict[str, NDArray[Any]]:
+        header = self.trace.header
+        assert header.score_space is not None
+        assert header.gating is not None
+        scores = self._read("scores", start, stop)
+        values = ranking_values(scores, header.score_space)
+        statistics = row_statistics(values)
+        columns: dict[str, NDArray[Any]] = {
+            "value": values,
+            "top": statistics.top,
+            "range": statistics.range,
+            "mass": router_mass(scores, header.gating),
+            "regret": _in_ranges(values, statistics.bottom, statistics.top, statistics.range),
+        }
+        if needs.rank or needs.n_slots > self.trace.width:
+            order = router_ranking(values, self.recorded[start:stop])
+            columns["router"] = self._longer_lists(self.recorded[start:stop], order, needs.n_slots)
+            if needs.rank:
+                rank = np.empty_like(order)
+                np.put_along_axis(rank, order, np.arange(order.shape[1])[None], axis=1)
+                columns["rank"] = rank.astype(np.int32)
+        if "scores" in needs.weights:
+            assert header.weight_rule is not None
+            gate = self._read("gate_probs", start, stop) if self.has_gate_probs else scores
+            columns["numerator"] = gate_numerators(gate, header.weight_rule)
+        return columns
+
+    @cached_property
+    def has_gate_probs(self) -> bool:
+        """Whether weights are gathered from another tensor than the sorted one."""
+        return self._null_count("gate_probs") == 0
+
+    @cached_property
+    def has_weights(self) -> bool:
+        """Whether the trace carries applied weights."""
+        return self._null_count("weights") == 0
+
+    def _null_count(self, column: str) -> int:
+        return self.trace.routing.select(pl.col(column).null_count()).collect().item()
+
+    @staticmethod
+    def _longer_lists(
+        recorded: NDArray[np.int32], order: NDArray[np.int64], n_slots: int
+    ) -> NDArray[np.int32]:
+        """The recorded ids and, in rows without a hole, those ranked after them, up to `n_slots`."""
+        width = recorded.shape[1]
+        if n_slots <= width:
+            return recorded[:, :n_slots]
+        is_pick = np.zeros(order.shape, bool)
+        rows, slots = np.nonzero(recorded >= 0)
+        is_pick[rows, recorded[rows, slots]] = True
+        after = is_pick.sum(axis=1)[:, None] + np.arange(n_slots - width)[None]
+        more = np.take_along_axis(order, np.minimum(after, order.shape[1] - 1), axis=1)
+        more[(recorded < 0).any(axis=1)] = -1
+        return np.concatenate([recorded, more], axis=1).astype(np.int32)
+
+
+def _in_ranges(
+    values: NDArray[np.float32],
+    bottom: NDArray[np.float32],
+    top: NDArray[np.float32],
+    width: NDArray[np.float32],
+) -> NDArray[np.float64]:
+    """Ranking values in units of their row's range, infinite ones held at its ends; 0 where there is none."""
+    held = np.clip(values, bottom[:, None], top[:, None]).astype(np.float64)
+    unit = width.astype(np.float64)[:, None]
+    return np.divide(held, unit, out=np.zeros_like(held), where=unit > 0)
+
+
+def _padded(name: str, column: NDArray[Any], size: int) -> NDArray[Any]:
+    """`column` filled up to `size` rows: no slots, no batch edges, nothing counted."""
+    missing = size - column.shape[0]
+    if missing == 0:
+        return np.ascontiguousarray(column)
+    filler = np.full((missing, *column.shape[1:]), -1 if name == "router" else 0, column.dtype)
+    return np.concatenate([column, filler])

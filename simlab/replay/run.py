@@ -1,0 +1,332 @@
+"""Replaying a trace under cells: what would the cache have read, and which experts would have run.
+
+The scores stay those of the recording while the cache, and with it the routing, follows each cell (fidelity
+level L1 of policies.md). All cells go through one pass over the rows; cells whose policies share their code
+are lanes of one compiled program (`kernel.py`), run over stretches of `CHUNK_ROWS` rows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from simlab.cells import MIB, check_cache, effective_k, resolve_budget
+from simlab.errors import InputError
+from simlab.policy import find_eviction
+from simlab.replay.columns import ColumnNeeds, TraceColumns, WeightSource
+from simlab.replay.kernel import COUNTERS, NO_ROW, SUMS, ProgramShape, Tree, first_carry, program
+from simlab.trace.store import Trace, open_trace
+from simlab.types import Cell, CellNumbers, EvictionPolicy, Knob, PhaseNumbers, Route
+
+CHUNK_ROWS = 512
+
+TraceLike = Trace | str | os.PathLike[str]
+
+
+def replay(trace: TraceLike, cell: Cell) -> CellNumbers:
+    """Replay a trace under one cell.
+
+    Raises:
+        InputError: the trace lacks what a policy of the cell needs, or holds what cannot be replayed.
+    """
+    return sweep(trace, [cell])[0]
+
+
+def sweep(
+    trace: TraceLike, cells: Sequence[Cell], *, progress: Callable[[float], None] | None = None
+) -> list[CellNumbers]:
+    """Replay a trace under many cells in one pass; results in the order of `cells`.
+
+    Args:
+        progress: called now and then with the share of the rows done.
+    """
+    replayer = Replayer(trace, cells)
+    while replayer.advance():
+        if progress is not None:
+            progress(replayer.row / max(replayer.columns.n_rows, 1))
+    return replayer.numbers()
+
+
+@dataclass
+class Group:
+    """Cells that are lanes of one program."""
+
+    shape: ProgramShape
+    indices: list[int]
+    """Places of the lanes among all cells."""
+    n_list: int
+    """Length of the router's list the program is given."""
+    lanes: Tree
+    carry: Tree
+    detail: list[Tree]
+    """Per chunk, arrays `[rows, ..., lanes]`; empty unless the shape asks for detail."""
+
+
+class Replayer:
+    """A replay that can stop between any two rows, hand out its state as arrays, and go on from it.
+
+    Args:
+        detail: keep every slot of every row (for `slots.py`; memory grows with rows x lanes).
+    """
+
+    def __init__(self, trace: TraceLike, cells: Sequence[Cell], *, detail: bool = False) -> None:
+        self.trace = trace if isinstance(trace, Trace) else open_trace(trace)
+        self.cells = list(cells)
+        self.columns = TraceColumns(self.trace)
+        self.row = 0
+        header = self.trace.header
+        self.has_scores = self.trace.has_scores and None not in (header.score_space, header.gating)
+        for cell in self.cells:
+            check_cache(cell.route, cell.budget)
+        by_code: dict[tuple[Any, ...], list[int]] = {}
+        for index, cell in enumerate(self.cells):
+            functions = tuple(s.policy.function for s in cell.route.steps)
+            by_code.setdefault((functions, find_eviction(cell.evict).key), []).append(index)
+        self.groups = [self._group(indices, detail) for indices in by_code.values()]
+        self._needs = ColumnNeeds(
+            n_slots=max((g.n_list for g in self.groups), default=1),
+            scores=self.has_scores,
+            rank=any("rank" in s.policy.needs for g in self.groups for s in g.shape.steps),
+            weights=frozenset(g.shape.weights for g in self.groups if g.shape.weights),
+        )
+
+    def advance(self, n_rows: int = CHUNK_ROWS) -> bool:
+        """Replay up to `n_rows` further rows; False, and nothing done, at the end of the trace.
+
+        Raises:
+            InputError: a drop policy met a weight that is NaN.
+        """
+        stop = min(self.row + n_rows, self.columns.n_rows)
+        if self.row == stop:
+            return False
+        for start in range(self.row, stop, CHUNK_ROWS):
+            end = min(start + CHUNK_ROWS, stop)
+            rows = self.columns.chunk(start, end, CHUNK_ROWS, self._needs)
+            for group in self.groups:
+                own = {n: v for n, v in rows.items() if _wanted(n, group.shape)}
+                own["router"] = rows["router"][:, : group.n_list]
+                group.carry, detail = program(group.shape)(group.carry, own, group.lanes)
+                if detail:
+                    group.detail.append({name: np.asarray(x)[: end - start] for name, x in detail.items()})
+                self._check_weights(group)
+        self.row = stop
+        return True
+
+    def state(self) -> dict[str, NDArray[Any]]:
+        """Everything a later `from_state` needs, as arrays that `numpy.savez` can write."""
+        arrays = {"row": np.array(self.row)}
+        for number, group in enumerate(self.groups):
+            for path, value in jax.tree_util.tree_leaves_with_path(group.carry):
+                arrays[f"{number}{jax.tree_util.keystr(path)}"] = np.array(value)
+        return arrays
+
+    @classmethod
+    def from_state(
+        cls,
+        trace: TraceLike,
+        cells: Sequence[Cell],
+        state: Mapping[str, NDArray[Any]],
+        *,
+        detail: bool = False,
+    ) -> Replayer:
+        """Go on where `state` was taken, with the same trace and cells.
+
+        Raises:
+            InputError: the state is of other cells or of another model.
+        """
+        replayer = cls(trace, cells, detail=detail)
+        replayer.row = int(state["row"])
+        for number, group in enumerate(replayer.groups):
+
+            def saved(path: Any, empty: NDArray[Any], number: int = number) -> NDArray[Any]:
+                found = state.get(f"{number}{jax.tree_util.keystr(path)}")
+                if found is None or found.shape != empty.shape or found.dtype != empty.dtype:
+                    raise InputError("the saved state of a replay belongs to other cells or another model")
+                return found
+
+            group.carry = jax.tree_util.tree_map_with_path(saved, group.carry)
+        return replayer
+
+    def numbers(self) -> list[CellNumbers]:
+        """The counters of every cell over the rows replayed so far; tokens and events are the trace's."""
+        found: dict[int, CellNumbers] = {}
+        for group in self.groups:
+            counters, sums = np.asarray(group.carry["counters"]), np.asarray(group.carry["sums"])
+            for lane, index in enumerate(group.indices):
+                found[index] = self._cell_numbers(index, counters[..., lane], sums[..., lane])
+        return [found[index] for index in range(len(self.cells))]
+
+    def _cell_numbers(
+        self, index: int, counters: NDArray[np.int64], sums: NDArray[np.float64]
+    ) -> CellNumbers:
+        cell, header = self.cells[index], self.trace.header
+        k = effective_k(cell.route, header)
+        budget = resolve_budget(cell.budget, cell.scope, header, k)
+        columns = self.columns
+        tokens = [columns.n_tokens(decode=False), columns.n_tokens(decode=True)]
+        events = [columns.n_events(decode=False), columns.n_events(decode=True)]
+        return CellNumbers(
+            source="replay",
+            cell=cell,
+            budget_mib=budget.total_bytes / MIB,
+            budget_cycles=budget.total_bytes / header.cycle_bytes(k),
+            top_k=k,
+            decode=phase_numbers(counters[1], sums[1], tokens[1], events[1], self.has_scores),
+            all=phase_numbers(
+                counters.sum(axis=0), sums.sum(axis=0), sum(tokens), sum(events), self.has_scores
+            ),
+        )
+
+    def _group(self, indices: list[int], detail: bool) -> Group:
+        header = self.trace.header
+        cells = [self.cells[i] for i in indices]
+        eviction = find_eviction(cells[0].evict)
+        widths = [effective_k(c.route, header) for c in cells]
+        for cell, k in zip(cells, widths, strict=True):
+            self._check_scores(cell.route, k)
+        n_slots = max(widths)
+        n_list = max(n_slots, header.n_expert_used)
+        shape = ProgramShape(
+            steps=cells[0].route.steps,
+            eviction=eviction,
+            n_layers=len(header.moe_layers),
+            n_expert=header.n_expert,
+            n_slots=n_slots,
+            n_expert_used=header.n_expert_used,
+            scores=self.has_scores,
+            weights=self._weight_source(cells[0].route, min(widths), detail or eviction.touch is not None),
+            weight_rule=header.weight_rule if self.has_scores else None,
+            detail=detail,
+        )
+        return Group(
+            shape=shape,
+            indices=indices,
+            n_list=n_list if self.has_scores else min(n_list, self.trace.width),
+            lanes=_lanes(self.trace, cells, widths, eviction),
+            carry=first_carry(shape, len(cells)),
+            detail=[],
+        )
+
+    def _check_scores(self, route: Route, k: int) -> None:
+        """Refuse what cannot be known without scores, and widths the model does not have."""
+        header, path = self.trace.header, self.trace.path
+        if k > header.n_expert:
+            raise InputError(f"{path}: {k} experts per token, but the model has {header.n_expert} in a layer")
+        if self.has_scores:
+            return
+        asks = [s.policy.name for s in route.steps if s.policy.needs & {"scores", "rank"}]
+        if k > self.trace.width:
+            asks.append(f"{k} experts per token, above the recorded {self.trace.width},")
+        if asks and not self.trace.has_scores:
+            raise InputError(
+                f"{path}: {asks[0]} needs the router's scores, which this trace does not carry; "
+                "record it with simlab record"
+            )
+        if asks:
+            missing = "score_space" if header.score_space is None else "gating"
+            raise InputError(
+                f"{path}/header.json: {asks[0]} needs the router's scores, but field '{missing}' is null"
+            )
+
+    def _weight_source(self, route: Route, least_k: int, wanted: bool) -> WeightSource | None:
+        """Where the weights of a route's experts come from; refuses a drop whose weights cannot be known."""
+        header, path = self.trace.header, self.trace.path
+        asking = next(
+            (s.policy.name for s in route.steps if s.policy.stage == "drop" or "weights" in s.policy.needs),
+            None,
+        )
+        if asking is None and not wanted:
+            return None
+        if self.has_scores and header.weight_rule is not None:
+            return "scores"
+        rerank, rule = route.step("rerank"), header.weight_rule
+        shares = rule is None or rule.normalise or rule.softmax_over_selected
+        if self.has_scores:
+            problem = "the weight rule, which header.json lacks"
+        elif rerank is not None and rerank.policy.name != "original":
+            problem = f"the weights of the experts {rerank.policy.name} picks"
+        elif least_k < self.trace.width and shares:
+            problem = f"the weights of a narrower routing than the recorded {self.trace.width} experts"
+        elif not self.columns.has_weights:
+            problem = "the experts' weights"
+        else:
+            return "recorded"
+        if asking is None:
+            return None
+        raise InputError(
+            f"{path}: {asking} needs {problem}, which this trace does not carry; record it with simlab record"
+        )
+
+    def _check_weights(self, group: Group) -> None:
+        row = int(np.asarray(group.carry["nan_row"]).min())
+        if row != NO_ROW:
+            step = group.shape.step("drop")
+            assert step is not None
+            raise InputError(
+                f"{self.trace.path}/routing: a weight is NaN at {self.columns.place(row)}; "
+                f"{step.policy.name} cannot tell which slots are light"
+            )
+
+
+def phase_numbers(
+    counters: NDArray[np.int64], sums: NDArray[np.float64], tokens: int, events: int, has_scores: bool
+) -> PhaseNumbers:
+    """The counters of one phase under their names in the JSON contract; ratios of nothing are None."""
+    count = {name: int(value) for name, value in zip(COUNTERS, counters, strict=True)}
+    mean = {name: float(value) / events if events else None for name, value in zip(SUMS, sums, strict=True)}
+    read_mib = count.pop("read_bytes") / MIB
+    return PhaseNumbers(
+        tokens=tokens,
+        hit_rate=count["hits"] / count["lookups"] if count["lookups"] else None,
+        capacity_misses=count["misses"] - count["cold_misses"],
+        read_mib=read_mib,
+        read_mib_per_token=read_mib / tokens if tokens else None,
+        mass_displaced=mean["mass_displaced"] if has_scores else None,
+        score_regret=mean["score_regret"] if has_scores else None,
+        agreement=mean["agreement"],
+        **count,
+    )
+
+
+def _lanes(trace: Trace, cells: Sequence[Cell], widths: Sequence[int], eviction: EvictionPolicy) -> Tree:
+    """What differs between the cells of a program, arrays with lanes last; knobs as float32 or int32."""
+    header = trace.header
+    budgets = [resolve_budget(c.budget, c.scope, header, k) for c, k in zip(cells, widths, strict=True)]
+    return {
+        "k": np.array(widths, np.int32),
+        "knobs": {
+            step.policy.stage: {
+                name: _knob(knob, [c.route.steps[place].knobs[name] for c in cells])
+                for name, knob in step.policy.knobs.items()
+            }
+            for place, step in enumerate(cells[0].route.steps)
+        },
+        "eviction_knobs": {
+            name: _knob(knob, [c.evict_knobs.get(name, knob.default) for c in cells])
+            for name, knob in eviction.knobs.items()
+        },
+        "total_budget": np.array([b.total_bytes for b in budgets], np.int64),
+        "layer_budget": np.array([b.layer_bytes for b in budgets], np.int64).T.copy(),
+        "per_layer": np.array([b.per_layer for b in budgets]),
+        "off": np.array([b.off for b in budgets]),
+        "entry_bytes": np.array([header.entry_bytes[layer] for layer in header.moe_layers], np.int64),
+    }
+
+
+def _knob(knob: Knob, values: Sequence[float]) -> NDArray[Any]:
+    return np.array(values, np.int32 if knob.integer else np.float32)
+
+
+def _wanted(column: str, shape: ProgramShape) -> bool:
+    """Whether a program reads a column that other programs of the sweep may have asked for."""
+    if column == "rank":
+        return any("rank" in s.policy.needs for s in shape.steps)
+    if column in ("numerator", "weight"):
+        return shape.weights == {"numerator": "scores", "weight": "recorded"}[column]
+    return True
