@@ -13,7 +13,11 @@ from simlab.types import Budget, Cell, ResolvedBudget, Route, RoutingPolicy, Sco
 
 MIB = 1 << 20
 _STAGE_ORDER = ("width", "rerank", "drop")
-_BUDGET = re.compile(r"^(?P<amount>[0-9]*\.?[0-9]+(?:e[+-]?\d+)?)(?P<unit>MiB|GiB|cycles?|/layer|%)$", re.IGNORECASE)
+_BUDGET = re.compile(
+    r"^(?P<amount>[0-9]*\.?[0-9]+(?:e[+-]?\d+)?)(?P<unit>MiB|GiB|cycles?|/layer|%)$", re.IGNORECASE
+)
+_LARGEST = 1e9
+"""Of any unit: keeps the bytes of every budget well inside int64."""
 _BUDGET_FORMS = "2000MiB, 2.5cycles, 48/layer, 25% or off"
 
 
@@ -27,8 +31,10 @@ def parse_budget(text: str) -> Budget:
         raise InputError(f"--budget {text}: not a budget; write {_BUDGET_FORMS}")
     amount = float(match["amount"])
     unit = match["unit"].lower()
-    if not (math.isfinite(amount) and amount > 0):
-        raise InputError(f"--budget {text}: must be above zero ('off' runs without a cache)")
+    if not 0 < amount < _LARGEST:
+        raise InputError(
+            f"--budget {text}: must be above zero and below {_LARGEST:g} ('off' runs without a cache)"
+        )
     if unit in ("mib", "gib"):
         return Budget("bytes", amount * (1024 if unit == "gib" else 1) * MIB, text)
     if unit.startswith("cycle"):
@@ -67,13 +73,13 @@ def resolve_budget(budget: Budget, scope: Scope, header: TraceHeader, k: int) ->
 
 
 def parse_route(text: str) -> Route:
-    """A SPEC such as `substitute:L=.15+drop_cold:F=.75,renorm=0`, or a policy file, into a route in stage order."""
+    """A SPEC such as `substitute:L=.15+drop_cold:F=.75,renorm=0`, or a policy file, as a route."""
     steps = [_parse_step(part.strip(), text) for part in text.split("+")]
     steps.sort(key=lambda s: _STAGE_ORDER.index(s.policy.stage))
     stages = [s.policy.stage for s in steps]
     for stage in _STAGE_ORDER:
         if stages.count(stage) > 1:
-            raise InputError(f"--route {text}: two {stage} policies in one route; only one of each stage composes")
+            raise InputError(f"--route {text}: two {stage} policies in one route; one of each stage composes")
     return Route(tuple(steps))
 
 
@@ -87,7 +93,9 @@ def make_step(policy: RoutingPolicy, given: dict[str, float], option: str) -> St
     for name, knob in policy.knobs.items():
         value = given.get(name, knob.default)
         if not knob.low <= value <= knob.high:  # false for NaN too
-            raise InputError(f"{option}: {policy.name}:{name} must lie between {knob.low:g} and {knob.high:g}")
+            raise InputError(
+                f"{option}: {policy.name}:{name} must lie between {knob.low:g} and {knob.high:g}"
+            )
         if knob.integer and value != int(value):
             raise InputError(f"{option}: {policy.name}:{name} must be a whole number")
         knobs[name] = int(value) if knob.integer else float(value)
@@ -101,6 +109,8 @@ def _parse_step(part: str, whole: str) -> Step:
         knob, equals, value = pair.partition("=")
         if not equals:
             raise InputError(f"--route {whole}: '{pair}' is not knob=value")
+        if knob.strip() in given:
+            raise InputError(f"--route {whole}: '{knob.strip()}' is given twice")
         given[knob.strip()] = parse_number(value, f"--route {whole}")
     return make_step(find_routing(name), given, f"--route {whole}")
 
@@ -125,7 +135,7 @@ def build_cells(
 ) -> list[Cell]:
     """Every combination of the options as cells, budgets outermost; lists as `interface.md` allows them.
 
-    `margins`, `drops` and `top_ks` multiply into each route; a route that already has that stage refuses them.
+    `margins`, `drops` and `top_ks` multiply into each route; a route that has that stage refuses them.
     """
     for evict in evicts:
         find_eviction(evict)
@@ -137,14 +147,18 @@ def build_cells(
     ]
     found: list[Cell] = []
     parsed = [parse_budget(b) for b in budgets]
-    for budget, evict, base, extra in itertools.product(parsed, evicts, bases, itertools.product(*shorthands)):
+    extras = list(itertools.product(*shorthands))
+    for budget, evict, base, extra in itertools.product(parsed, evicts, bases, extras):
         steps = list(base.steps)
         for step in filter(None, extra):
             same = next((s for s in steps if s.policy.stage == step.policy.stage), None)
             if same is not None and same.policy.name == "original":
                 steps.remove(same)
             elif same is not None:
-                raise InputError(f"{step.policy.name} and --route {same.policy.name} both decide the {same.policy.stage}")
+                raise InputError(
+                    f"--route {same.policy.name}: {step.policy.name} decides the {same.policy.stage} too; "
+                    "give one of them"
+                )
             steps.append(step)
         steps.sort(key=lambda s: _STAGE_ORDER.index(s.policy.stage))
         route = Route(tuple(steps)) if steps else parse_route("original")
@@ -169,4 +183,4 @@ def check_cache(route: Route, budget: Budget) -> None:
         return
     for step in route.steps:
         if step.policy.stage in ("rerank", "drop") and step.policy.name != "original":
-            raise InputError(f"--budget off: {step.policy.name} needs a cache, nothing is resident without one")
+            raise InputError(f"--budget off: {step.policy.name} needs a cache, or nothing is resident")

@@ -77,7 +77,7 @@ def eviction(
     knobs: Mapping[str, Knob] | None = None,
     source: str = "",
 ) -> Callable[[KeyFunction], EvictionPolicy]:
-    """Declare an eviction policy from its key function; `touch` updates its per-entry `state` on each access."""
+    """Declare an eviction policy from its key function; `touch` updates its per-entry `state`."""
 
     def declare(key: KeyFunction) -> EvictionPolicy:
         return EvictionPolicy(
@@ -132,7 +132,9 @@ def _policies_of_file(path: str) -> tuple[RoutingPolicy | EvictionPolicy, ...]:
         raise InputError(f"{path}: importing the policy failed: {type(error).__name__}: {error}") from error
     found = tuple(p for p in _policies_of(module) if p not in builtin_policies().values())
     if not found:
-        raise InputError(f"{path}: holds no policy; decorate one function with simlab.policy.routing or .eviction")
+        raise InputError(
+            f"{path}: holds no policy; decorate one function with simlab.policy.routing or .eviction"
+        )
     return found
 
 
@@ -152,7 +154,9 @@ def _find(name: str, kind: type, word: str, option: str) -> Any:
             raise InputError(f"{option} {name}: no such file")
         candidates = [p for p in _policies_of_file(str(Path(name).resolve())) if isinstance(p, kind)]
         if len(candidates) != 1:
-            raise InputError(f"{option} {name}: wants exactly one {word} policy in the file, found {len(candidates)}")
+            raise InputError(
+                f"{option} {name}: wants exactly one {word} policy in the file, found {len(candidates)}"
+            )
         return candidates[0]
     policy = builtin_policies().get(name)
     if not isinstance(policy, kind):

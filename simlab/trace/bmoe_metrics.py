@@ -1,7 +1,8 @@
 """`bmoe_metrics`: what a BigMoeOnEdge engine measured per decoded token.
 
 Versions 1 and 2 have `# key=value` lines above the table; the oldest files have neither those nor the later
-columns. A `# summary key=value ...` line stands below it once the run finished. Spec: engine-semantics, section 4.
+columns. A `# summary key=value ...` line stands below it once the run finished.
+Spec: engine-semantics, section 4.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class MetricsFile:
     @property
     def read_wait_ms(self) -> NDArray[np.float64]:
         """Time per token in which compute waited for reads."""
-        return self.columns["stall_ms"] if self.overlap and "stall_ms" in self.columns else self.columns["io_ms"]
+        return (
+            self.columns["stall_ms"] if self.overlap and "stall_ms" in self.columns else self.columns["io_ms"]
+        )
 
     @property
     def budget_bytes(self) -> int | None:
@@ -101,7 +104,9 @@ def read_metrics(path: Path) -> MetricsFile:
             summary = key_values(comment)
         elif comment.startswith(TAG):
             if comment.removeprefix(TAG).strip() not in _VERSIONS:
-                raise InputError(f"{path}, line {line}: '{comment}', this simlab reads {TAG} {' and '.join(_VERSIONS)}")
+                raise InputError(
+                    f"{path}, line {line}: '{comment}', this simlab reads {TAG} {' and '.join(_VERSIONS)}"
+                )
         else:
             settings |= key_values(comment)
     for name, words in (*((n, settings) for n in _NUMERIC_SETTINGS), ("cache_budget_MiB", summary)):

@@ -133,7 +133,9 @@ def _first_ragged_line(path: Path, body: bytes, heading: bytes) -> InputError:
             continue
         fields = next(csv.reader([line]))
         if len(fields) > width:
-            return InputError(f"{path}, line {number}, field {width + 1}: more fields than the {width} columns named")
+            return InputError(
+                f"{path}, line {number}, field {width + 1}: more fields than the {width} columns named"
+            )
         if line.count('"') % 2:
             return InputError(f"{path}, line {number}, field {len(fields)}: a quote that is not closed")
     return InputError(f"{path}: neither CSV nor UTF-8 text")

@@ -53,7 +53,8 @@ def read_header(folder: Path) -> tuple[TraceHeader, dict[str, int] | None, int]:
             raise InputError(f"{path}: field '{name}' is missing")
     if fields["schema_version"] != SCHEMA_VERSION:
         raise InputError(
-            f"{path}: schema_version {fields['schema_version']}, this simlab reads {SCHEMA_VERSION}; record or import again"
+            f"{path}: schema_version {fields['schema_version']}, this simlab reads {SCHEMA_VERSION}; "
+            "record or import again"
         )
     try:
         return _parse(fields)
@@ -66,7 +67,9 @@ def _parse(fields: dict[str, Any]) -> tuple[TraceHeader, dict[str, int] | None, 
     width = int(fields.pop("routing_width", fields["n_expert_used"]))
     for name in _BY_LAYER:
         if fields.get(name) is not None:
-            fields[name] = {int(k): tuple(v) if isinstance(v, list) else int(v) for k, v in fields[name].items()}
+            fields[name] = {
+                int(k): tuple(v) if isinstance(v, list) else int(v) for k, v in fields[name].items()
+            }
     if fields.get("weight_rule") is not None:
         fields["weight_rule"] = WeightRule(**fields["weight_rule"])
     known = {f.name for f in dataclasses.fields(TraceHeader)}

@@ -50,7 +50,9 @@ def import_files(files: Sequence[str], out: str, force: bool = False) -> Path:
             raise InputError(f"{path}: a second {kind} beside {by_kind[kind]}; a trace is made of one")
         by_kind[kind] = path
     if "route trace" not in by_kind:
-        raise InputError(f"{files[0]}: no route trace among the files, and a trace cannot be made without one")
+        raise InputError(
+            f"{files[0]}: no route trace among the files, and a trace cannot be made without one"
+        )
     route = read_route(by_kind["route trace"])
     metrics = read_metrics(by_kind["metrics file"]) if "metrics file" in by_kind else None
     reads = read_io(by_kind["io trace"]) if "io trace" in by_kind else None
@@ -76,7 +78,9 @@ def _kind(path: Path) -> str:
     if comment == io_csv.TAG:
         return "io trace"
     if comment.startswith("compute_trace"):
-        raise InputError(f"{path}, line 1: a compute trace; simlab imports {route_csv.TAG}, its metrics and its io_trace")
+        raise InputError(
+            f"{path}, line 1: a compute trace; simlab imports {route_csv.TAG}, its metrics and its io_trace"
+        )
     # Everything else goes to the route reader, whose refusals say what is wrong with it.
     return "route trace"
 
@@ -114,16 +118,18 @@ def _header(route: RouteFile, metrics: MetricsFile | None, reads: IoFile | None)
 
 
 def _policy(route: RouteFile, metrics: MetricsFile | None) -> tuple[str, dict[str, float]]:
-    """The routing policy of the run: `drop_cold` with no knobs where slots were dropped and no file says how."""
+    """The routing policy of the run: `drop_cold` without knobs if slots were dropped and no file says how."""
     said = metrics.drop_knobs if metrics else None
     if said:
         return "drop_cold", said
     if not route.any_dropped:
         return "original", {}
     if said == {}:
-        raise InputError(f"{route.path}: has dropped slots, but {metrics and metrics.path} says dropping was off")
+        raise InputError(
+            f"{route.path}: has dropped slots, but {metrics and metrics.path} says dropping was off"
+        )
     warnings.warn(
-        f"{route.path}: slots were dropped, the threshold is not in the file; give the metrics file to have it",
+        f"{route.path}: slots were dropped, at a threshold the file does not name; give the metrics file too",
         SimlabWarning,
         stacklevel=4,
     )
@@ -161,14 +167,18 @@ def _sum_by(group: NDArray, values: NDArray, n: int) -> NDArray[np.int64]:
     return total
 
 
-def _measured(route: RouteFile, metrics: MetricsFile, tokens: dict[str, NDArray]) -> dict[str, list[int | None]]:
+def _measured(
+    route: RouteFile, metrics: MetricsFile, tokens: dict[str, NDArray]
+) -> dict[str, list[int | None]]:
     """The metrics' columns, each on the graph its row belongs to.
 
     Metrics count the aligned windows they read, the route trace entry bytes: theirs is `window_bytes`.
     """
     graph_of = {
         (int(turn), int(step)): graph
-        for graph, (turn, phase, step) in enumerate(zip(tokens["turn"], tokens["phase"], tokens["step"], strict=True))
+        for graph, (turn, phase, step) in enumerate(
+            zip(tokens["turn"], tokens["phase"], tokens["step"], strict=True)
+        )
         if phase == DECODE and step >= 0
     }
     places = [graph_of.get(place) for place in _places(route, metrics, tokens)]
@@ -177,7 +187,7 @@ def _measured(route: RouteFile, metrics: MetricsFile, tokens: dict[str, NDArray]
         raise InputError(f"{metrics.path}: none of its steps is in {route.path}; the two are not of one run")
     if missing:
         warnings.warn(
-            f"{metrics.path}: {missing} of its {len(places)} steps are not in {route.path}; they are left out",
+            f"{metrics.path}: {missing} of its {len(places)} steps are not in {route.path}, and left out",
             SimlabWarning,
             stacklevel=5,
         )
@@ -205,8 +215,8 @@ def _measured(route: RouteFile, metrics: MetricsFile, tokens: dict[str, NDArray]
 def _places(route: RouteFile, metrics: MetricsFile, tokens: dict[str, NDArray]) -> list[tuple[int, int]]:
     """(turn, context position) of every metrics row: row s is step `n_prompt + s - 1`.
 
-    The summary's `n_prompt` is one run's; in a session of several turns each turn's first decoded position, as
-    the trace has it, takes its place.
+    The summary's `n_prompt` is one run's; in a session of several turns each turn's first decoded position,
+    as the trace has it, takes its place.
     """
     steps = metrics.columns["step"]
     turns = metrics.columns.get("turn", np.full(len(steps), tokens["turn"][0]))
@@ -237,14 +247,17 @@ def _reads(reads: IoFile, tokens: dict[str, Any]) -> dict[str, Any]:
     keep = graph >= 0
     if not keep.all():
         warnings.warn(
-            f"{reads.path}: {int((~keep).sum())} of its {len(keep)} reads belong to no graph of the route trace; "
-            "they are left out",
+            f"{reads.path}: {int((~keep).sum())} of its {len(keep)} reads belong to no graph of the route "
+            "trace, and are left out",
             SimlabWarning,
             stacklevel=4,
         )
     kept = {name: values[keep] for name, values in columns.items()}
     return {
-        **{name: kept[name] for name in ("turn", "phase", "step", "layer", "expert", "lane", "offset", "req_bytes")},
+        **{
+            name: kept[name]
+            for name in ("turn", "phase", "step", "layer", "expert", "lane", "offset", "req_bytes")
+        },
         "graph": graph[keep],
         # The number as the file has it: which projection it is depends on how the model lays its experts out.
         "projection": [str(p) for p in kept["proj"].tolist()],
@@ -278,7 +291,9 @@ def _write(
         if reads is not None:
             writer.add("reads", reads)
         for start in range(0, n_rows, _FLUSH_ROWS):
-            writer.add("routing", {name: values[start : start + _FLUSH_ROWS] for name, values in routing.items()})
+            writer.add(
+                "routing", {name: values[start : start + _FLUSH_ROWS] for name, values in routing.items()}
+            )
             writer.flush()
         # Last, because a reader trusts the graphs the tokens table names.
         writer.add("tokens", tokens)

@@ -144,29 +144,40 @@ def info_lines(info: dict[str, Any]) -> Sequence[str]:
         return "unknown" if value is None else text
 
     knobs = ", ".join(f"{name}={value:g}" for name, value in info["knobs"].items())
-    policy = known(info["route"], f"{info['route']}{' (' + knobs + ')' if knobs else ''}, {info['evict']}, {info['scope']}")
+    policy = known(
+        info["route"],
+        f"{info['route']}{' (' + knobs + ')' if knobs else ''}, {info['evict']}, {info['scope']}",
+    )
     budget, rule, disk = info["budget_mib"], info["weight_rule"], info["disk_bytes"]
     entries = f"{info['entry_bytes_min']:,} to {info['entry_bytes_max']:,} bytes"
     if info["entry_bytes_min"] == info["entry_bytes_max"]:
         entries = f"{info['entry_bytes_min']:,} bytes"
     facts = {
-        "trace": f"{info['trace']}, schema {info['schema_version']}, {'complete' if info['complete'] else 'NOT complete'}",
+        "trace": f"{info['trace']}, schema {info['schema_version']}, "
+        f"{'complete' if info['complete'] else 'NOT complete'}",
         "model": f"{info['model']} ({info['arch']})",
-        "shape": f"{info['n_layer']} layers, {info['n_moe_layers']} with experts, {info['n_expert']} experts, "
-        f"k = {info['n_expert_used']}",
-        "tokens": f"{info['prefill_tokens']} prefill in {info['prefill_graphs']} graphs, {info['decode_tokens']} decode in "
-        f"{info['decode_graphs']} graphs, {info['turns']} turn{'s' * (info['turns'] != 1)}",
+        "shape": f"{info['n_layer']} layers, {info['n_moe_layers']} with experts, "
+        f"{info['n_expert']} experts, k = {info['n_expert_used']}",
+        "tokens": f"{info['prefill_tokens']} prefill in {info['prefill_graphs']} graphs, "
+        f"{info['decode_tokens']} decode in {info['decode_graphs']} graphs, "
+        f"{info['turns']} turn{'s' * (info['turns'] != 1)}",
         "steps": known(info["first_step"], f"{info['first_step']} to {info['last_step']}"),
         "gating": known(info["gating"], f"{info['gating']}, scores are {info['score_space']}"),
         "weights": known(rule, ", ".join(f"{name}={value}" for name, value in (rule or {}).items())),
         "scores": f"{info['score_coverage_pct']:.1f} % of {info['rows']:,} rows",
         "entry": f"{entries}; all experts {info['expert_bytes'] / _MIB:,.1f} MiB",
-        "dense": known(info["dense_bytes"], f"{(info['dense_bytes'] or 0) / _MIB:,.1f} MiB in the MoE layers"),
+        "dense": known(
+            info["dense_bytes"], f"{(info['dense_bytes'] or 0) / _MIB:,.1f} MiB in the MoE layers"
+        ),
         "token cycle": f"{info['cycle_bytes']:,} bytes = {info['cycle_mib']:,.2f} MiB",
-        "budget": "off" if budget == 0 else known(budget, f"{budget or 0:,.1f} MiB = {info['budget_cycles'] or 0:.2f} cycles"),
+        "budget": "off"
+        if budget == 0
+        else known(budget, f"{budget or 0:,.1f} MiB = {info['budget_cycles'] or 0:.2f} cycles"),
         "policy": policy,
         "engine": known(info["engine"], f"{info['engine']} {info['engine_version'] or ''}".strip())
         + f", reads {info['io_mode'] or 'unknown'}",
         "on disk": ", ".join(f"{table} {size / _MIB:.2f} MiB" for table, size in disk.items()),
     }
-    return [f"{name:<12}{text}" for name, text in facts.items()] + [f"warning     {text}" for text in info["warnings"]]
+    return [f"{name:<12}{text}" for name, text in facts.items()] + [
+        f"warning     {text}" for text in info["warnings"]
+    ]

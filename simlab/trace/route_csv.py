@@ -141,7 +141,8 @@ def _read_preamble(text: CsvText) -> _Preamble:
             model, arch = (found[1] if found else ""), words.get("arch", "")
             if not 1 <= shape["n_expert_used"] <= shape["n_expert"]:
                 raise InputError(
-                    f"{path}, line {line}, field 'n_expert_used': {shape['n_expert_used']} of {shape['n_expert']} experts"
+                    f"{path}, line {line}, field 'n_expert_used': {shape['n_expert_used']} of "
+                    f"{shape['n_expert']} experts"
                 )
     if shape is None:
         raise InputError(f"{path}: field 'n_expert' is missing, there is no '# model=' line")
@@ -174,7 +175,9 @@ def _settle_tail(text: CsvText, preamble: _Preamble) -> tuple[CsvText, bool]:
     sizes = {"0", str(preamble.entry_bytes.get(int(fields["layer"]) if fields["layer"].isdigit() else -1))}
     if fields["expert_bytes"] not in sizes or fields.get("dropped", "0") not in ("0", "1"):
         return text, True
-    row = pl.DataFrame({name: [fields[name]] for name in text.columns}, schema=dict.fromkeys(text.columns, pl.String))
+    row = pl.DataFrame(
+        {name: [fields[name]] for name in text.columns}, schema=dict.fromkeys(text.columns, pl.String)
+    )
     last = text.frame.select(pl.col("row").max()).item()
     row = row.with_columns(row=pl.lit(0 if last is None else last + 1, pl.get_index_type()))
     frame = pl.concat([text.frame, row.select(text.frame.columns)])
@@ -193,11 +196,15 @@ def _read_columns(text: CsvText, preamble: _Preamble) -> tuple[dict[str, NDArray
         if preamble.entry_bytes.get(int(layer), 0) <= 0:
             index = int(np.argmax(where["layer"] == layer))
             said = "is 0" if int(layer) in preamble.entry_bytes else "has no '# layer' line"
-            raise text.refuse(index, "layer", f"expert_bytes of layer {layer} {said}, but rows route experts there")
+            raise text.refuse(
+                index, "layer", f"expert_bytes of layer {layer} {said}, but rows route experts there"
+            )
     slot = text.integers("slot", 0)
     if slot.max() >= preamble.n_expert_used:
         index = int(np.argmax(slot >= preamble.n_expert_used))
-        raise text.refuse(index, "slot", f"{slot[index]}, but the header says n_expert_used={preamble.n_expert_used}")
+        raise text.refuse(
+            index, "slot", f"{slot[index]}, but the header says n_expert_used={preamble.n_expert_used}"
+        )
     expert = text.integers("expert")
     weight = text.floats("weight", pl.Float32)
     read_bytes = text.integers("expert_bytes", 0)
@@ -205,7 +212,9 @@ def _read_columns(text: CsvText, preamble: _Preamble) -> tuple[dict[str, NDArray
     padding = ((expert == -1) | (expert == preamble.n_expert)) & (read_bytes == 0) & ~(np.abs(weight) > 0)
     if (outside & ~padding).any():
         index = int(np.argmax(outside & ~padding))
-        raise text.refuse(index, "expert", f"{expert[index]}, but the header says n_expert={preamble.n_expert}")
+        raise text.refuse(
+            index, "expert", f"{expert[index]}, but the header says n_expert={preamble.n_expert}"
+        )
     slots = {
         "slot": slot,
         "expert": np.where(padding, -1, expert),
@@ -230,7 +239,7 @@ def _segment(where: dict[str, NDArray], slot: NDArray) -> tuple[NDArray[np.int64
 
     layer, step = where["layer"], where["step"]
     new_step = differs(step)
-    # The last layer may route fewer rows than the others and then not know their positions (step -1): same graph.
+    # The last layer may route fewer rows than the others and not know their positions (step -1): same graph.
     narrowed = (layer > previous(layer)) & ((step == _NO_POSITION) | (previous(step) == _NO_POSITION))
     new_graph = (
         differs(where["turn"])
@@ -254,7 +263,7 @@ def _whole_graphs(
     """Number of lines to keep: all, or those before a last graph that is not whole."""
     last = int(np.flatnonzero(graph == graph[-1])[0])
     decoded = len(np.unique(graph[where["phase"] == DECODE]))
-    # A draft layer may have a size and no rows; but while few graphs are there, only the header knows the last layer.
+    # A draft layer may have a size and no rows; but of few graphs only the header knows the last layer.
     moe = (layer for layer, size in preamble.entry_bytes.items() if size > 0)
     last_layer = int(where["layer"].max()) if decoded > 1 else max(moe)
     widest = int(slots["slot"].max()) + 1
@@ -283,9 +292,7 @@ def _positions(rows: dict[str, NDArray]) -> NDArray[np.int64]:
     From the position where a graph's rows know theirs (the last layer may route only the last token), else
     counted within the batch.
     """
-    batch = np.cumsum(
-        np.concatenate([[True], (np.diff(rows["graph"]) != 0) | (np.diff(rows["layer"]) != 0)])
-    )
+    batch = np.cumsum(np.concatenate([[True], (np.diff(rows["graph"]) != 0) | (np.diff(rows["layer"]) != 0)]))
     index = np.arange(len(batch))
     first_of_batch = np.concatenate([[True], np.diff(batch) != 0])
     counted = index - np.maximum.accumulate(np.where(first_of_batch, index, 0))
@@ -302,7 +309,8 @@ def _positions(rows: dict[str, NDArray]) -> NDArray[np.int64]:
 def _warn_width(text: CsvText, preamble: _Preamble, k: int) -> None:
     if k < preamble.n_expert_used:
         warnings.warn(
-            f"{text.path}: the header says n_expert_used={preamble.n_expert_used}, the rows have {k} slots; using {k}",
+            f"{text.path}: the header says n_expert_used={preamble.n_expert_used}, the rows have {k} slots; "
+            f"using {k}",
             SimlabWarning,
             stacklevel=3,
         )
@@ -315,8 +323,8 @@ def _warn_twice(text: CsvText, expert: NDArray, row_of_slot: NDArray) -> None:
     again = exists[order[1:][key[order][1:] == key[order][:-1]]]
     if len(again):
         warnings.warn(
-            f"{text.path}, line {text.line_of(int(again.min()))}, field 'expert': the same expert twice in one routing "
-            f"({len(again)} slots in all); kept as it stands",
+            f"{text.path}, line {text.line_of(int(again.min()))}, field 'expert': the same expert twice in "
+            f"one routing ({len(again)} slots in all); kept as it stands",
             SimlabWarning,
             stacklevel=3,
         )

@@ -71,4 +71,6 @@ TOKENS = {
 
 def table_schema(table: str, n_expert: int, width: int) -> dict[str, pl.DataType]:
     """Schema of one table by name."""
-    return {"routing": lambda: routing_schema(n_expert, width), "reads": lambda: READS, "tokens": lambda: TOKENS}[table]()
+    if table == "routing":
+        return routing_schema(n_expert, width)
+    return {"reads": READS, "tokens": TOKENS}[table]

@@ -59,11 +59,15 @@ def open_trace(path: str | os.PathLike[str]) -> Trace:
         for table, frame in frames.items():
             found = _count(folder, table, frame)
             if found != promised.get(table):
-                raise InputError(f"{folder}/{table}: {found} rows, header.json promises {promised.get(table)}")
-    layers = _collect(folder, "routing", frames["routing"].select(pl.col("layer").unique().sort()))["layer"].to_list()
-    for layer in layers:
+                raise InputError(
+                    f"{folder}/{table}: {found} rows, header.json promises {promised.get(table)}"
+                )
+    layers = _collect(folder, "routing", frames["routing"].select(pl.col("layer").unique().sort()))
+    for layer in layers["layer"].to_list():
         if layer not in header.entry_bytes:
-            raise InputError(f"{folder}/header.json: entry_bytes has no layer {layer}, which the routing table has")
+            raise InputError(
+                f"{folder}/header.json: entry_bytes has no layer {layer}, which the routing table has"
+            )
     return Trace(folder, header, width, _count(folder, "routing", frames["routing"]), **frames)
 
 
@@ -105,7 +109,9 @@ def _complete_graphs(folder: Path, frames: dict[str, pl.LazyFrame]) -> dict[str,
     last = _collect(folder, "tokens", frames["tokens"].select(pl.col("graph").max())).item()
     last = -1 if last is None else last
     warnings.warn(
-        f"{folder}: the recording did not finish; using its {last + 1} complete graphs", SimlabWarning, stacklevel=3
+        f"{folder}: the recording did not finish; using its {last + 1} complete graphs",
+        SimlabWarning,
+        stacklevel=3,
     )
     return {table: frame.filter(pl.col("graph") <= last) for table, frame in frames.items()}
 
@@ -138,7 +144,7 @@ class TraceWriter:
         self.header = dataclasses.replace(header, complete=False)
         self.width = width
         self._pending: dict[str, list[pl.DataFrame]] = {table: [] for table in TABLES}
-        self._rows = dict.fromkeys(TABLES, 0)
+        self._rows: dict[str, int] = dict.fromkeys(TABLES, 0)
         self._parts = 0
         self._guard(lambda: self._create())
 

@@ -1,0 +1,169 @@
+"""`policies` and `doctor`: what is built in, and what this machine can do."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import mmap
+import os
+import platform
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from simlab.cli.options import add_json
+from simlab.cli.output import print_json
+from simlab.errors import SimlabError
+from simlab.types import EvictionPolicy, RoutingPolicy
+
+_PACKAGES = ("simlab", "numpy", "polars", "jax", "jaxlib", "llama-cpp-python")
+_ENGINE_MODULE = "llama_cpp"
+_BLOCK = 4096
+"""Alignment that direct reads want, in bytes."""
+_MIB = 1 << 20
+
+
+def add_commands(commands: Any) -> None:
+    """Add the commands to the subparsers."""
+    parser = commands.add_parser("policies", help="every policy, its knobs, its inputs, its source")
+    add_json(parser)
+    parser.set_defaults(run=_policies)
+    parser = commands.add_parser("doctor", help="versions, memory, direct reads, tensor layout, devices")
+    parser.set_defaults(run=_doctor)
+
+
+# ---------------------------------------------------------------------------------------------------------
+
+
+def policy_facts(policy: RoutingPolicy | EvictionPolicy) -> dict[str, Any]:
+    """A policy as plain JSON values."""
+    routing = isinstance(policy, RoutingPolicy)
+    doc = (policy.function if isinstance(policy, RoutingPolicy) else policy.key).__doc__ or ""
+    return {
+        "name": policy.name,
+        "kind": "routing" if routing else "eviction",
+        "stage": policy.stage if isinstance(policy, RoutingPolicy) else None,
+        "knobs": {
+            name: {"default": k.default, "low": k.low, "high": k.high, "integer": k.integer, "help": k.help}
+            for name, k in policy.knobs.items()
+        },
+        "needs": sorted(policy.needs) if isinstance(policy, RoutingPolicy) else [],
+        "source": policy.source,
+        "source_hash": policy.source_hash,
+        "what": doc.strip().splitlines()[0] if doc.strip() else "",
+    }
+
+
+def _policies(args: argparse.Namespace) -> None:
+    from simlab.policy import builtin_policies
+
+    facts = [policy_facts(p) for p in builtin_policies().values()]
+    if args.json:
+        print_json(facts)
+        return
+    for f in facts:
+        print(f"{f['name']} ({f['stage'] or f['kind']}): {f['what']}")
+        for name, k in f["knobs"].items():
+            print(f"    {name} = {k['default']:g}, {k['low']:g} to {k['high']:g}: {k['help']}")
+        if f["needs"]:
+            print(f"    needs {' and '.join(f['needs'])}")
+        print(f"    source: {f['source']}")
+
+
+# ---------------------------------------------------------------------------------------------------------
+
+
+def _doctor(args: argparse.Namespace) -> None:
+    lines = [["python", f"{platform.python_version()} on {platform.platform()}"]]
+    for package in _PACKAGES:
+        lines.append([package, _version(package) or "not installed"])
+    lines.append(["cores", str(_cores())])
+    available = available_memory_bytes()
+    lines.append(["memory", "unknown" if available is None else f"{available / _MIB:,.0f} MiB available"])
+    for name, folder in (("temp folder", Path(tempfile.gettempdir())), ("this folder", Path.cwd())):
+        lines.append([f"reads, {name}", f"{direct_reads(folder)} ({folder})"])
+    lines.append(["jax devices", _jax_devices()])
+    lines.append(
+        ["engine", "installed" if _has_engine() else "not installed: pip install 'simlab[engine]' to record"]
+    )
+    failure: SimlabError | None = None
+    if _has_engine():
+        from simlab.record.ggml import check_layout
+
+        try:
+            lines.append(["tensor layout", check_layout()])
+        except SimlabError as error:
+            failure = error
+            lines.append(["tensor layout", "WRONG, see the error"])
+    print("\n".join(f"{name:<20}{text}" for name, text in lines))
+    if failure is not None:
+        raise failure
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _has_engine() -> bool:
+    return importlib.util.find_spec(_ENGINE_MODULE) is not None
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def available_memory_bytes() -> int | None:
+    """Memory a new process can have without swapping; None where the system does not say."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+def direct_reads(folder: Path) -> str:
+    """Whether reads past the page cache work in a folder: one word or more for the user.
+
+    A file is written there and read back both ways; direct reads that differ would be worse than none.
+    """
+    if not hasattr(os, "O_DIRECT"):
+        return "buffered only: this system has no O_DIRECT"
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".simlab-doctor-") as file:
+            block = os.urandom(_BLOCK)
+            file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+            try:
+                descriptor = os.open(file.name, os.O_RDONLY | os.O_DIRECT)
+            except OSError as error:
+                return f"buffered only: O_DIRECT is refused ({error.strerror})"
+            # An anonymous map starts on a page, as direct reads want.
+            with mmap.mmap(-1, _BLOCK) as buffer:
+                try:
+                    os.preadv(descriptor, [buffer], 0)
+                    same = buffer[:] == block
+                except OSError as error:
+                    return f"buffered only: a direct read failed ({error.strerror})"
+                finally:
+                    os.close(descriptor)
+            return "direct" if same else "buffered only: a direct read gave other bytes than were written"
+    except OSError as error:
+        return f"unknown: no file can be written there ({error.strerror})"
+
+
+def _jax_devices() -> str:
+    if importlib.util.find_spec("jax") is None:
+        return "jax is not installed"
+    import jax
+
+    try:
+        return ", ".join(f"{d.platform}:{d.id} {d.device_kind}" for d in jax.devices())
+    except RuntimeError as error:
+        return f"none: {str(error).splitlines()[0]}"

@@ -1,0 +1,73 @@
+"""`demo`, `record` and `validate`: the commands that run a model."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from simlab.cli.options import add_cell_options, add_engine_options, add_force, add_json, whole_number
+from simlab.errors import InputError
+
+_MODEL_HELP = "a GGUF file, its first shard if split; left out, the embedded model"
+
+
+def add_commands(commands: Any) -> None:
+    """Add the commands to the subparsers."""
+    parser = commands.add_parser(
+        "demo",
+        help="record, sweep, pick, check live",
+        description="Record the embedded model, sweep, pick a cell and check it live; DIR/report.html tells.",
+    )
+    parser.add_argument("--out", metavar="DIR", help="folder for what the demo writes")
+    add_force(parser)
+    parser.set_defaults(run=_demo)
+
+    parser = commands.add_parser(
+        "record",
+        help="run a model and record a trace",
+        description="Run a model on a text, or let it generate, and record every routing.",
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=_MODEL_HELP)
+    parser.add_argument("--out", required=True, metavar="T.trace", help="the trace folder to write")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--text", metavar="FILE", help="score this text, one token per graph")
+    source.add_argument("--prompt", metavar="STR", help="continue this prompt, greedily")
+    parser.add_argument("-n", type=whole_number(1), metavar="N", help="tokens to generate after --prompt")
+    add_cell_options(parser, lists=False)
+    add_engine_options(parser)
+    add_force(parser)
+    parser.set_defaults(run=_record)
+
+    parser = commands.add_parser(
+        "validate",
+        help="replay beside live runs of the same token ids",
+        description="Run the trace's token ids live under each cell, with the replay's numbers beside.",
+    )
+    parser.add_argument("trace", metavar="T.trace")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=_MODEL_HELP)
+    add_cell_options(parser, lists=True)
+    add_engine_options(parser)
+    add_json(parser)
+    parser.set_defaults(run=_validate)
+
+
+def _demo(args: argparse.Namespace) -> None:
+    from simlab.judge.demo import demo_command
+
+    demo_command(args)
+
+
+def _record(args: argparse.Namespace) -> None:
+    if args.prompt is not None and args.n is None:
+        raise InputError("-n: is missing; --prompt wants the number of tokens to generate, 1 or more")
+    if args.text is not None and args.n is not None:
+        raise InputError("-n: goes with --prompt; a --text is scored whole")
+    from simlab.record.run import record_command
+
+    record_command(args)
+
+
+def _validate(args: argparse.Namespace) -> None:
+    from simlab.judge.validate import validate_command
+
+    validate_command(args)

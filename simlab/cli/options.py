@@ -1,0 +1,186 @@
+"""Options that several commands share, and from them to cells.
+
+Grammar and meanings: interface.md, "Commands". Nothing here imports polars or JAX: `--help` is instant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from simlab.cells import MIB, build_cells, effective_k, resolve_budget
+from simlab.errors import InputError, SimlabWarning
+from simlab.types import Cell, TraceHeader
+
+HIGH_MARGIN = 0.20
+"""From here on a margin's cost does not show in the text it writes (engine-semantics, sections 7 and 8)."""
+FEW_EXPERTS = 4
+"""At this k or below one dropped slot is a large share of a token (engine-semantics, section 2)."""
+
+
+def whole_number(low: int, high: int | None = None) -> Callable[[str], int]:
+    """An argparse type: a whole number between `low` and `high`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"'{text}' is not a whole number") from None
+        if value < low or (high is not None and value > high):
+            legal = f"between {low} and {high}" if high is not None else f"{low} or more"
+            raise argparse.ArgumentTypeError(f"{value} must be {legal}")
+        return value
+
+    return parse
+
+
+def _values(option: str, lists: bool) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        values = [part.strip() for part in text.split(",")]
+        if not all(values):
+            raise argparse.ArgumentTypeError(f"'{text}' has an empty value")
+        if len(values) > 1 and not lists:
+            raise argparse.ArgumentTypeError(
+                f"'{text}' is a list; one value here, sweep and validate take lists"
+            )
+        return values
+
+    parse.__name__ = option
+    return parse
+
+
+def add_cell_options(parser: argparse.ArgumentParser, lists: bool) -> None:
+    """The options that make a cell; with `lists`, each takes several values and every combination is a cell.
+
+    Each is stored as a list of words or None: `budget, margin, drop, top_k, route, evict`; `scope` is a word.
+    """
+    several = ",.." if lists else ""
+    group = parser.add_argument_group("cell options" + (" (comma-separated lists multiply)" if lists else ""))
+
+    def add(name: str, metavar: str, text: str) -> None:
+        group.add_argument(f"--{name}", type=_values(name, lists), metavar=metavar + several, help=text)
+
+    add("budget", "B", "cache size: 2000MiB, 2.5cycles (token cycles), 48/layer, 25%% or off")
+    add("margin", "L", "short for --route substitute:L=; 0 to 1")
+    add("drop", "F", "short for --route drop_cold:F=; 0 to 1")
+    add("top-k", "K", "experts per token, whatever the model was trained with")
+    group.add_argument(
+        "--route",
+        action="append",
+        metavar="SPEC",
+        help="name:knob=v,knob=v, composed with +, or a file my_policy.py"
+        + ("; repeatable" if lists else "")
+        + " ('simlab policies' lists them)",
+    )
+    add("evict", "NAME", "eviction policy (default lru)")
+    group.add_argument(
+        "--scope", choices=("global", "per_layer"), default="global", help="one cache or one per layer"
+    )
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Options of the live engine: `lanes, buffered, threads, ctx, ubatch`; None: the engine's choice."""
+    group = parser.add_argument_group("engine options")
+    group.add_argument(
+        "--lanes", type=whole_number(1, 8), default=4, metavar="N", help="reader lanes, 1 to 8 (default 4)"
+    )
+    group.add_argument("--buffered", action="store_true", help="read through the page cache, not O_DIRECT")
+    group.add_argument("--threads", type=whole_number(1), metavar="N", help="compute threads")
+    group.add_argument("--ctx", type=whole_number(2), metavar="N", help="context length in tokens")
+    group.add_argument(
+        "--ubatch", type=whole_number(1), metavar="N", help="largest number of tokens in one graph"
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """`--json`: the answer as JSON on stdout and nothing else there."""
+    parser.add_argument("--json", action="store_true", help="print JSON, and nothing else, on stdout")
+
+
+def add_force(parser: argparse.ArgumentParser) -> None:
+    """`--force`: replace outputs that exist."""
+    parser.add_argument("--force", action="store_true", help="replace outputs that exist")
+
+
+def cells_from_args(args: argparse.Namespace, default_budget: str | None = None) -> list[Cell]:
+    """The cells that the cell options of a command line ask for.
+
+    Args:
+        default_budget: used where `--budget` was not given.
+
+    Raises:
+        InputError: a value out of its range, an unknown policy, or no budget at all.
+    """
+    budgets = args.budget or ([default_budget] if default_budget else None)
+    if not budgets:
+        raise InputError("--budget: is missing; write 2000MiB, 2.5cycles, 48/layer, 25% or off")
+    return build_cells(
+        budgets=budgets,
+        margins=args.margin or (),
+        drops=args.drop or (),
+        top_ks=args.top_k or (),
+        routes=args.route or (),
+        evicts=args.evict or ("lru",),
+        scope=args.scope,
+    )
+
+
+def recorded_budget(header: TraceHeader) -> str | None:
+    """The cache size a trace was recorded at, as `--budget` takes it; None where it is unknown."""
+    if header.budget_bytes is None:
+        return None
+    # A power of two divides exactly, and repr gives the digits that read back as the same float.
+    return f"{header.budget_bytes / MIB!r}MiB" if header.budget_bytes else "off"
+
+
+def warn_about_cells(cells: Sequence[Cell], header: TraceHeader) -> None:
+    """One line for each thing about these cells that a user of this model should know before they run.
+
+    Raises:
+        InputError: a cell wants more experts per token than the model has.
+    """
+    margins = [c.margin for c in cells if c.margin is not None and c.margin >= HIGH_MARGIN]
+    if margins:
+        _warn(
+            f"a margin of {HIGH_MARGIN:.2f} or more (here {max(margins):g}): "
+            "replies will read well while the model behind them is worse"
+        )
+    small: dict[str, None] = {}
+    for cell in cells:
+        k = effective_k(cell.route, header)
+        if k > header.n_expert:
+            raise InputError(f"--top-k {k}: must lie between 1 and this model's {header.n_expert} experts")
+        resolved = resolve_budget(cell.budget, cell.scope, header, k)
+        if not resolved.off and resolved.total_bytes < header.cycle_bytes(k):
+            small[cell.budget.text] = None
+    if small:
+        _warn(
+            f"--budget {', '.join(small)}: below one token cycle "
+            f"({header.cycle_bytes() / MIB:.2f} MiB), where margins and drops do next to nothing"
+        )
+    few = [effective_k(c.route, header) for c in cells if c.route.step("drop") is not None]
+    if few and min(few) <= FEW_EXPERTS:
+        _warn(f"dropping at k = {min(few)}: with {FEW_EXPERTS} experts or fewer each slot is a large share")
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, SimlabWarning, stacklevel=3)
+
+
+def check_output(path: str, option: str, force: bool, suffixes: Sequence[str]) -> Path:
+    """Refuse an output file that exists, cannot be created or has the wrong kind, before any work starts."""
+    target = Path(path)
+    if target.suffix not in suffixes:
+        raise InputError(f"{option} {path}: the name must end in {' or '.join(suffixes)}")
+    if target.is_dir():
+        raise InputError(f"{option} {path}: is a folder")
+    if target.exists() and not force:
+        raise InputError(f"{option} {path}: exists already; add --force to replace it")
+    if not target.parent.is_dir():
+        raise InputError(f"{option} {path}: there is no folder {target.parent}")
+    if not os.access(target.parent, os.W_OK):
+        raise InputError(f"{option} {path}: the folder {target.parent} is not writable")
+    return target

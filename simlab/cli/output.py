@@ -1,0 +1,204 @@
+"""A cell's numbers as JSON, as a flat table and for reading. Names: interface.md, "A cell's numbers"."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from simlab.errors import RunError
+from simlab.types import CellNumbers, PhaseNumbers
+
+if TYPE_CHECKING:
+    import polars as pl
+
+LIVE_FIELDS = ("tok_s", "wall_ms_per_token", "read_wait_ms_per_token", "ppl", "nll")
+_SHOW_AFTER_S = 2.0
+_REDRAW_S = 0.25
+
+
+def json_value(value: Any) -> Any:
+    """`value` with every float that JSON cannot write as null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(k): json_value(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_value(v) for v in value]
+    return value
+
+
+def print_json(value: Any) -> None:
+    """Write one JSON value to stdout."""
+    print(json.dumps(json_value(value), indent=1, allow_nan=False))
+
+
+def cell_to_json(numbers: CellNumbers) -> dict[str, Any]:
+    """One cell as the JSON contract has it; live fields only where they exist."""
+    cell = numbers.cell
+    fields = {
+        "source": numbers.source,
+        "route": cell.route.name,
+        "knobs": dict(cell.route.knobs),
+        "margin": cell.margin,
+        "drop": cell.drop,
+        "top_k": numbers.top_k,
+        "evict": cell.evict,
+        "scope": cell.scope,
+        "budget_mib": numbers.budget_mib,
+        "budget_cycles": numbers.budget_cycles,
+        "decode": dataclasses.asdict(numbers.decode),
+        "all": dataclasses.asdict(numbers.all),
+    }
+    live = {name: getattr(numbers, name) for name in LIVE_FIELDS}
+    return json_value(fields | {name: value for name, value in live.items() if value is not None})
+
+
+def cells_to_frame(cells: Sequence[CellNumbers]) -> pl.DataFrame:
+    """Cells as a flat table, one row each, with prefixes `decode_` and `all_`; `knobs` is JSON text."""
+    import polars as pl
+
+    def of(annotation: str) -> Any:
+        return pl.Int64 if annotation == "int" else pl.Float64
+
+    schema: dict[str, Any] = {
+        "source": pl.String, "route": pl.String, "knobs": pl.String, "margin": pl.Float64, "drop": pl.Float64,
+        "top_k": pl.Int64, "evict": pl.String, "scope": pl.String, "budget_mib": pl.Float64,
+        "budget_cycles": pl.Float64,
+    }  # fmt: skip
+    for phase in ("decode", "all"):
+        schema |= {f"{phase}_{f.name}": of(str(f.type)) for f in dataclasses.fields(PhaseNumbers)}
+    schema |= dict.fromkeys(LIVE_FIELDS, pl.Float64)
+    rows = []
+    for numbers in cells:
+        row = cell_to_json(numbers)
+        for phase in ("decode", "all"):
+            row |= {f"{phase}_{name}": value for name, value in row.pop(phase).items()}
+        row["knobs"] = json.dumps(row["knobs"])
+        rows.append({name: row.get(name) for name in schema})
+    return pl.DataFrame(rows, schema=schema)
+
+
+def table(cells: Sequence[CellNumbers]) -> str:
+    """Cells for reading: the decode numbers, one line each, simulated ones marked as such."""
+
+    def number(value: float | None, form: str) -> str:
+        return "-" if value is None or not math.isfinite(value) else format(value, form)
+
+    def share(part: int, whole: int) -> str:
+        return f"{100 * part / whole:.1f}" if whole else "-"
+
+    live = [n for n in LIVE_FIELDS[:1] + LIVE_FIELDS[3:4] if any(getattr(c, n) is not None for c in cells)]
+    lines = [
+        ["source", "route", "evict", "scope", "budget MiB", "cycles", "k", "hit %", "MiB/token", "cold",
+         "capacity", "subst. %", "dropped %", "mass", "agree", *live]
+    ]  # fmt: skip
+    for c in cells:
+        d = c.decode
+        knobs = ",".join(f"{name}={value:g}" for name, value in c.cell.route.knobs.items())
+        lines.append(
+            [
+                "replay (simulated)" if c.source == "replay" else c.source,
+                c.cell.route.name + (f":{knobs}" if knobs else ""),
+                c.cell.evict,
+                c.cell.scope,
+                "off" if c.cell.budget.kind == "off" else f"{c.budget_mib:.1f}",
+                number(c.budget_cycles, ".2f"),
+                str(c.top_k),
+                number(None if d.hit_rate is None else 100 * d.hit_rate, ".1f"),
+                number(d.read_mib_per_token, ".2f"),
+                str(d.cold_misses),
+                str(d.capacity_misses),
+                share(d.substituted, d.slots),
+                share(d.dropped, d.slots),
+                number(d.mass_displaced, ".4f"),
+                number(d.agreement, ".3f"),
+                *(number(getattr(c, name), ".3f") for name in live),
+            ]
+        )
+    return align(lines)
+
+
+def align(lines: Sequence[Sequence[str]]) -> str:
+    """Rows of words as columns, numbers to the right; the first line is the heading."""
+    body = lines[1:]
+    out = []
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    right = [
+        all(line[i] in ("-", "off") or _is_number(line[i]) for line in body) for i in range(len(lines[0]))
+    ]
+    for line in lines:
+        words = [w.rjust(n) if r else w.ljust(n) for w, n, r in zip(line, widths, right, strict=True)]
+        out.append("  ".join(words).rstrip())
+    return "\n".join(out)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def frame_table(frame: pl.DataFrame) -> str:
+    """A small polars frame for reading."""
+
+    def word(value: Any) -> str:
+        if value is None:
+            return "-"
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+    return align([frame.columns, *([word(v) for v in row] for row in frame.iter_rows())])
+
+
+def write_whole(path: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a file beside `path` and rename it into place, so that nobody sees half of one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise RunError(f"{path}: writing failed: {error.strerror or error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_frame(path: Path, frame: pl.DataFrame) -> None:
+    """Write a frame as parquet or CSV, by the name's ending."""
+    write_whole(path, lambda p: frame.write_csv(p) if path.suffix == ".csv" else frame.write_parquet(p))
+
+
+class Progress:
+    """A line on stderr with the share done and the time left, for runs over two seconds on a terminal."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._start = self._drawn = time.monotonic()
+        self._width = 0
+
+    def __call__(self, fraction: float) -> None:
+        """Say that this share (0 to 1) of the work is done."""
+        now = time.monotonic()
+        spent = now - self._start
+        if not sys.stderr.isatty() or spent < _SHOW_AFTER_S or now - self._drawn < _REDRAW_S or fraction <= 0:
+            return
+        self._drawn = now
+        text = f"{self._what}: {100 * fraction:.0f} %, about {spent / fraction - spent:.0f} s left"
+        sys.stderr.write("\r" + text.ljust(self._width))
+        sys.stderr.flush()
+        self._width = len(text)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._width:
+            sys.stderr.write("\r" + " " * self._width + "\r")
+            sys.stderr.flush()
