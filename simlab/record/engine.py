@@ -1,0 +1,360 @@
+"""The live engine: a GGUF model on llama.cpp whose experts are streamed from disk through a cache we own."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from simlab.cells import effective_k, resolve_budget
+from simlab.errors import InputError, RunError
+from simlab.policy import find_eviction
+from simlab.record.cache import LiveCache
+from simlab.record.discovery import Discovery
+from simlab.record.experts import ExpertMemory
+from simlab.record.ggml import check_layout, engine_version
+from simlab.record.gguf import read_gguf
+from simlab.record.hook import GraphTally, Hook
+from simlab.record.llama import Llama
+from simlab.record.plan import PlannedGraph, chunks, text_graphs
+from simlab.record.reads import ReadLanes
+from simlab.record.recorder import GraphPlace, Recorder
+from simlab.routing import knob_values
+from simlab.trace.store import TraceWriter
+from simlab.types import DECODE, Cell, ResolvedBudget, Step, TraceHeader
+
+EMBEDDED_MODEL = Path(__file__).resolve().parent.parent / "data" / "tiny-moe-q8_0.gguf"
+_MIB = 1 << 20
+_LANES = range(1, 9)
+
+
+@dataclass(frozen=True)
+class GraphResult:
+    """One evaluated graph. `logits` float32 `[n_vocab]` of its last token, None where none was asked for."""
+
+    plan: PlannedGraph
+    logits: np.ndarray | None
+    nll: float | None
+    tally: GraphTally
+
+
+class Engine:
+    """A model opened for streaming. Use as a context manager.
+
+    Args:
+        model: a GGUF file, the first shard if split; None for the embedded model.
+        top_k: experts per token instead of the model's own (llama.cpp's expert_used_count override).
+        lanes: reader threads, 1 to 8. `buffered` reads through the page cache instead of O_DIRECT.
+        n_threads, n_ctx, n_ubatch: llama.cpp's; the context defaults to what the model was trained for.
+
+    Raises:
+        InputError: not a model this engine can stream. RunError: llama.cpp failed, or its layout is unknown.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        top_k: int | None = None,
+        lanes: int = 4,
+        buffered: bool = False,
+        n_threads: int | None = None,
+        n_ctx: int | None = None,
+        n_ubatch: int = 512,
+    ) -> None:
+        if lanes not in _LANES:
+            raise InputError(f"--lanes {lanes}: must lie between 1 and 8")
+        check_layout()
+        self.gguf = read_gguf(Path(model) if model is not None else EMBEDDED_MODEL)
+        self.top_k = top_k
+        self._graph = 0
+        self._hook: Hook | None = None
+        self._lanes: ReadLanes | None = None
+        self._discovery: Discovery | None = Discovery(self.gguf.path.name)
+        self._llama = Llama(
+            self.gguf.path,
+            n_ctx=n_ctx,
+            n_ubatch=n_ubatch,
+            n_threads=n_threads,
+            n_expert_used=top_k,
+            arch=self.gguf.arch,
+            on_node=self._on_node,
+        )
+        try:
+            # The throw-away graph: expert tensors and the weight chain show themselves, on llama.cpp's own mapping.
+            self._llama.decode([0], 0)
+            self._llama.clear()
+            self.routing = self._discovery.result()
+            self._discovery = None
+            self._experts = ExpertMemory(self.gguf, self.routing.experts)
+            self._lanes = ReadLanes(self.gguf.files, lanes, not buffered)
+        except BaseException:
+            self.close()
+            raise
+
+    # -- the model ------------------------------------------------------------------------------------------
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens of context."""
+        return self._llama.n_ctx
+
+    @property
+    def experts(self) -> ExpertMemory:
+        """The engine's expert memory."""
+        return self._experts
+
+    def tokenize(self, text: bytes | str) -> list[int]:
+        """Token ids of a text."""
+        return self._llama.tokenize(text.encode() if isinstance(text, str) else text)
+
+    def detokenize(self, tokens: Sequence[int]) -> bytes:
+        """The bytes of a token sequence."""
+        return self._llama.detokenize(tokens)
+
+    def header(self, cell: Cell | None = None, text: bytes = b"") -> TraceHeader:
+        """The header of a recording of this model under a cell."""
+        assert self._lanes is not None
+        g, entry_bytes = self.gguf, self._experts.entry_bytes
+        base = TraceHeader(
+            model=g.path.name,
+            arch=g.arch,
+            n_layer=g.n_layer,
+            n_expert=g.n_expert,
+            n_expert_used=g.n_expert_used,
+            gating=self.routing.gating,
+            score_space=self.routing.score_space,
+            weight_rule=self.routing.weight_rule,
+            entry_bytes=entry_bytes,
+        )
+        if cell is None:
+            return base
+        steps = cell.route.steps
+        hashes = [s.policy.source_hash for s in steps] + [find_eviction(cell.evict).source_hash]
+        return TraceHeader(
+            **{
+                **{f: getattr(base, f) for f in base.__dataclass_fields__},
+                "window_bytes": {i: self._experts.window_bytes(i, self._lanes.direct) for i in entry_bytes},
+                "dense_bytes": {
+                    i: g.layer_bytes(i) - g.n_expert * entry_bytes.get(i, 0) for i in range(g.n_layer)
+                },
+                "budget_bytes": resolve_budget(cell.budget, cell.scope, base, effective_k(cell.route, base)).total_bytes,
+                "route": cell.route.name,
+                "knobs": cell.route.knobs,
+                "evict": cell.evict,
+                "scope": cell.scope,
+                "policy_source_hash": hashlib.sha256("".join(hashes).encode()).hexdigest(),
+                "io_mode": "direct" if self._lanes.direct else "buffered",
+                "engine": "simlab",
+                "engine_version": engine_version(),
+                "cpu": _cpu_name(),
+                "text_hash": hashlib.sha256(text).hexdigest() if text else None,
+                "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            }
+        )
+
+    # -- running --------------------------------------------------------------------------------------------
+
+    def start(self, cell: Cell) -> None:
+        """Begin a session under a cell: empty cache, empty context, graphs counted from 0.
+
+        Raises:
+            InputError: the cell's top-k is not the one the engine was opened with.
+        """
+        assert self._lanes is not None
+        header = self.header()
+        k = effective_k(cell.route, header)
+        if k != (self.top_k or header.n_expert_used):
+            raise InputError(f"this engine was opened with top-k {self.top_k or header.n_expert_used}, the cell asks for {k}")
+        for layer, expert in self._experts.slices:
+            self._experts.release(layer, expert)
+        eviction = find_eviction(cell.evict)
+        knobs = {name: cell.evict_knobs.get(name, knob.default) for name, knob in eviction.knobs.items()}
+        self._cache = LiveCache(
+            np.array([header.entry_bytes[i] for i in header.moe_layers], dtype=np.int64),
+            header.n_expert,
+            resolve_budget(cell.budget, cell.scope, header, k),
+            eviction,
+            knob_values(Step(eviction, knobs), np),
+        )
+        self._hook = Hook(self.routing, header, self._experts, self._lanes, self._cache, cell.route, k)
+        self._graph = 0
+        self._llama.clear()
+
+    def score(
+        self, tokens: Sequence[int], recorder: Recorder | None = None, progress: Any = None
+    ) -> list[GraphResult]:
+        """Teacher-forced step mode over a text (engine-semantics, section 5); logits are kept only for nll."""
+        window = min(self._llama.n_ctx_train, self.n_ctx)
+        plans = list(text_graphs(len(tokens), window, self._llama.n_ubatch))
+        results, turn = [], None
+        for done, plan in enumerate(plans):
+            if plan.turn != turn:
+                self._llama.clear()
+                turn = plan.turn
+            following = tokens[plan.next_index] if plan.next_index is not None else None
+            results.append(self.run_graph(plan, tokens[plan.start : plan.stop], following, recorder))
+            if progress is not None:
+                progress((done + 1) / len(plans))
+        return results
+
+    def generate(
+        self, prompt: Sequence[int], n: int, recorder: Recorder | None = None, turn: int = 0, progress: Any = None
+    ) -> list[int]:
+        """Greedy generation: the prompt as prefill, then up to `n` decoded tokens; returns those tokens."""
+        if len(prompt) + n > self.n_ctx:
+            raise InputError(f"{len(prompt)} prompt tokens and {n} more do not fit a context of {self.n_ctx}; raise --ctx")
+        if not prompt:
+            raise InputError("--prompt: has no tokens")
+        self._llama.clear()
+        result = None
+        for plan in chunks(turn, 0, len(prompt), 0, self._llama.n_ubatch):
+            result = self.run_graph(plan, prompt[plan.start : plan.stop], None, recorder)
+        assert result is not None and result.logits is not None
+        made: list[int] = []
+        for i in range(n):
+            token = int(np.argmax(result.logits))
+            if self._llama.ends_generation(token):
+                break
+            made.append(token)
+            position = len(prompt) + i
+            plan = PlannedGraph(turn, DECODE, position, position + 1, position, True, None)
+            result = self.run_graph(plan, [token], None, recorder)
+            assert result.logits is not None
+            if progress is not None:
+                progress((i + 1) / n)
+        return made
+
+    def run_graph(
+        self, plan: PlannedGraph, tokens: Sequence[int], next_token: int | None, recorder: Recorder | None = None
+    ) -> GraphResult:
+        """Evaluate one graph under the session's cell.
+
+        Raises:
+            RunError: a read failed, or llama.cpp refused the graph; no logit of it is returned.
+        """
+        hook = self._hook
+        if hook is None:
+            raise RunError("Engine.start(cell) was not called")
+        hook.on_batch = recorder.on_batch if recorder is not None else None
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+        began = time.perf_counter_ns()
+        hook.begin_graph(plan.phase)
+        before = time.perf_counter_ns()
+        try:
+            logits = self._llama.decode(tokens, plan.first_position, plan.wants_output)
+        except RunError:
+            if hook.error is None:
+                raise
+            logits = None
+        decode_ns = time.perf_counter_ns() - before
+        if hook.error is not None:
+            error, hook.error = hook.error, None
+            raise error
+        hook.release_uncached()
+        nll = hit = None
+        if logits is not None and next_token is not None:
+            nll, hit = -log_probability(logits, next_token), int(np.argmax(logits)) == next_token
+        wall_ns = time.perf_counter_ns() - began
+        if recorder is not None:
+            positions = range(plan.first_position, plan.first_position + len(tokens))
+            recorder.end_graph(
+                GraphPlace(plan.turn, self._graph, plan.phase, positions, tokens, plan.wants_output),
+                hook.tally,
+                wall_ns=wall_ns,
+                compute_ns=decode_ns - hook.tally.hook_ns,
+                major_faults=resource.getrusage(resource.RUSAGE_SELF).ru_majflt - faults,
+                next_token=next_token,
+                nll=nll,
+                hit=hit,
+            )
+        self._graph += 1
+        return GraphResult(plan, logits, nll, hook.tally)
+
+    def record_text(
+        self, tokens: Sequence[int], cell: Cell, out: Path, *, text: bytes = b"", progress: Any = None
+    ) -> None:
+        """Record a teacher-forced decode of a text into a new trace folder."""
+        self.start(cell)
+        width = effective_k(cell.route, self.header())
+        with TraceWriter(out, self.header(cell, text), width) as writer:
+            recorder = Recorder(writer)
+            try:
+                self.score(tokens, recorder, progress)
+            finally:
+                recorder.flush()
+
+    def record_generation(
+        self, prompt: Sequence[int], n: int, cell: Cell, out: Path, *, text: bytes = b"", progress: Any = None
+    ) -> list[int]:
+        """Record a greedy generation into a new trace folder; returns the tokens made."""
+        self.start(cell)
+        width = effective_k(cell.route, self.header())
+        with TraceWriter(out, self.header(cell, text), width) as writer:
+            recorder = Recorder(writer)
+            try:
+                return self.generate(prompt, n, recorder, progress=progress)
+            finally:
+                recorder.flush()
+
+    # -- callback and life ----------------------------------------------------------------------------------
+
+    def _on_node(self, pointer: int, ask: bool) -> bool:
+        target = self._hook if self._hook is not None else self._discovery
+        return target(pointer, ask) if target is not None else not ask
+
+    def close(self) -> None:
+        """Free everything; the engine cannot be used afterwards."""
+        self._hook = None
+        if self._lanes is not None:
+            self._lanes.close()
+            self._lanes = None
+        if getattr(self, "_experts", None) is not None:
+            self._experts.restore()
+        self._llama.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+def auto_budget(header: TraceHeader, dense_bytes: int) -> ResolvedBudget:
+    """The budget for a machine, once at start: what memory leaves, at least 1500 MiB or all experts (section 3)."""
+    cap = header.expert_bytes
+    room = available_memory_bytes() - dense_bytes - 1536 * _MIB
+    total = max(min(room, cap), min(1500 * _MIB, cap))
+    n = len(header.entry_bytes)
+    return ResolvedBudget(total, (total // n,) * n, per_layer=False)
+
+
+def available_memory_bytes() -> int:
+    """MemAvailable of /proc/meminfo."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise RunError("/proc/meminfo names no MemAvailable; give --budget")
+
+
+def log_probability(logits: np.ndarray, token: int) -> float:
+    """ln p of a token under softmax over the full vocabulary, in float64."""
+    x = logits.astype(np.float64)
+    top = x.max()
+    return float(x[token] - top - np.log(np.exp(x - top).sum()))
+
+
+def _cpu_name() -> str | None:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)

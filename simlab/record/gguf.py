@@ -1,0 +1,122 @@
+"""What the engine needs of a GGUF file: a few metadata values and where every tensor lies. Read by ggml itself."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from simlab.errors import InputError
+from simlab.record.ggml import gguf_params, libraries
+from simlab.record.llama import silence_logs
+
+_INTEGERS = {2: "u16", 4: "u32", 5: "i32", 10: "u64"}
+_STRING = 8
+_SHARD = re.compile(r"^(?P<stem>.*)-(?P<index>\d{5})-of-(?P<count>\d{5})\.gguf$")
+
+
+class TensorPlace(NamedTuple):
+    """Where one tensor's bytes are."""
+
+    path: Path
+    offset: int
+    """From the start of the file, bytes."""
+    size: int
+    """Bytes."""
+
+
+@dataclass(frozen=True)
+class GgufModel:
+    """A mixture-of-experts GGUF."""
+
+    path: Path
+    arch: str
+    n_layer: int
+    n_expert: int
+    n_expert_used: int
+    tensors: Mapping[str, TensorPlace]
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Every file that holds tensors."""
+        return tuple(sorted({place.path for place in self.tensors.values()}))
+
+    def layer_bytes(self, layer: int) -> int:
+        """Bytes of all tensors of one layer."""
+        return sum(p.size for name, p in self.tensors.items() if name.startswith(f"blk.{layer}."))
+
+
+def read_gguf(path: Path) -> GgufModel:
+    """Read a model's metadata, all shards of it when `path` is the first of several.
+
+    Raises:
+        InputError: no such file, not a GGUF, cut short, or a model without experts.
+    """
+    if not path.is_file():
+        raise InputError(f"{path}: no such model file")
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if magic != b"GGUF":
+        raise InputError(f"{path}: not a GGUF file (it starts with {magic!r})")
+    silence_logs()
+    tensors: dict[str, TensorPlace] = {}
+    values: dict[str, int | str | None] = {}
+    for index, shard in enumerate(_shards(path)):
+        if not shard.is_file():
+            raise InputError(f"{shard}: this shard of {path.name} is missing")
+        found = _read_one(shard, tensors)
+        if index == 0:
+            values = found
+    n_expert, n_used = values["expert_count"], values["expert_used_count"]
+    if not n_expert or not n_used:
+        raise InputError(f"{path}: a {values['arch']} model without experts; simlab streams mixture-of-experts models only")
+    return GgufModel(path, str(values["arch"]), int(values["block_count"] or 0), int(n_expert), int(n_used), tensors)
+
+
+def _shards(path: Path) -> list[Path]:
+    match = _SHARD.match(path.name)
+    if not match:
+        return [path]
+    if int(match["index"]) != 1:
+        raise InputError(f"{path}: give the first shard, {match['stem']}-00001-of-{match['count']}.gguf")
+    return [
+        path.with_name(f"{match['stem']}-{i:05d}-of-{match['count']}.gguf") for i in range(1, int(match["count"]) + 1)
+    ]
+
+
+def _read_one(path: Path, tensors: dict[str, TensorPlace]) -> dict[str, int | str | None]:
+    base, _ = libraries()
+    context = base.gguf_init_from_file(str(path).encode(), gguf_params())
+    if not context:
+        raise InputError(f"{path}: not a readable GGUF file; ggml refused it, it may be cut short")
+    try:
+        data = base.gguf_get_data_offset(context)
+        end_of_file = path.stat().st_size
+        for i in range(base.gguf_get_n_tensors(context)):
+            name = base.gguf_get_tensor_name(context, i).decode()
+            place = TensorPlace(path, data + base.gguf_get_tensor_offset(context, i), base.gguf_get_tensor_size(context, i))
+            if place.offset + place.size > end_of_file:
+                raise InputError(f"{path}: cut short, tensor {name} ends beyond the end of the file")
+            tensors[name] = place
+        arch = _value(base, context, "general.architecture")
+        return {
+            "arch": arch,
+            **{k: _value(base, context, f"{arch}.{k}") for k in ("block_count", "expert_count", "expert_used_count")},
+        }
+    finally:
+        base.gguf_free(context)
+
+
+def _value(base: ctypes.CDLL, context: int, key: str) -> int | str | None:
+    index = base.gguf_find_key(context, key.encode())
+    if index < 0:
+        return None
+    kind = base.gguf_get_kv_type(context, index)
+    if kind == _STRING:
+        return base.gguf_get_val_str(context, index).decode()
+    if kind in _INTEGERS:
+        return int(getattr(base, f"gguf_get_val_{_INTEGERS[kind]}")(context, index))
+    return None

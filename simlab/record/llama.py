@@ -1,0 +1,158 @@
+"""llama.cpp as a function from tokens to logits: loading, tokenising, decoding. Knows nothing of experts."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from simlab.errors import InputError, RunError
+from simlab.record.ggml import libraries
+
+EvalCallback = Callable[[int, bool], bool]
+"""`(tensor pointer, ask) -> wanted | go on`."""
+
+_log_lines: deque[str] = deque(maxlen=40)
+_log_callback: Any = None
+
+
+def silence_logs() -> None:
+    """Keep llama.cpp's log in memory; its last error is quoted when something fails."""
+    global _log_callback
+    if _log_callback is None:
+        _, llama = libraries()
+
+        def keep(_level: int, text: bytes, _user: int | None) -> None:
+            _log_lines.append(text.decode(errors="replace").strip())
+
+        _log_callback = llama.llama_log_callback(keep)
+        llama.llama_log_set(_log_callback, None)
+        llama.llama_backend_init()
+
+
+def _last_log() -> str:
+    interesting = [line for line in _log_lines if "error" in line.lower() or "fail" in line.lower()]
+    return (interesting or list(_log_lines) or ["no message"])[-1]
+
+
+class Llama:
+    """One model and one context on the CPU.
+
+    The model is memory-mapped and its weights are never repacked, so that a tensor's bytes in memory are
+    the file's. With `on_node`, llama.cpp asks before and after every graph node (see `record.hook`).
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        n_ctx: int | None = None,
+        n_ubatch: int = 512,
+        n_threads: int | None = None,
+        n_expert_used: int | None = None,
+        arch: str = "",
+        on_node: EvalCallback | None = None,
+    ) -> None:
+        _, llama = libraries()
+        silence_logs()
+        self._llama = llama
+        self._model = self._context = None
+        self.n_threads = n_threads or min(os.cpu_count() or 1, 8)
+        self.n_ubatch = n_ubatch
+        params = llama.llama_model_default_params()
+        params.n_gpu_layers = 0
+        params.load_mode = llama.LLAMA_LOAD_MODE_MMAP
+        params.use_extra_bufts = False
+        if n_expert_used is not None:
+            self._overrides = (llama.llama_model_kv_override * 2)()
+            self._overrides[0].tag = llama.LLAMA_KV_OVERRIDE_TYPE_INT
+            self._overrides[0].key = f"{arch}.expert_used_count".encode()
+            self._overrides[0].value.val_i64 = n_expert_used
+            params.kv_overrides = self._overrides
+        self._model = llama.llama_model_load_from_file(str(path).encode(), params)
+        if not self._model:
+            raise InputError(f"{path}: llama.cpp cannot load this model: {_last_log()}")
+        self._vocab = llama.llama_model_get_vocab(self._model)
+        self.n_vocab = llama.llama_vocab_n_tokens(self._vocab)
+        self.n_ctx_train = llama.llama_model_n_ctx_train(self._model)
+        self.n_ctx = n_ctx or min(self.n_ctx_train, 4096)
+        context = llama.llama_context_default_params()
+        context.n_ctx = self.n_ctx
+        context.n_batch = context.n_ubatch = n_ubatch
+        context.n_threads = context.n_threads_batch = self.n_threads
+        context.no_perf = True
+        if on_node is not None:
+            # The ctypes object must outlive the context.
+            self._callback = llama.ggml_backend_sched_eval_callback(lambda tensor, ask, _user: on_node(tensor, ask))
+            context.cb_eval = self._callback
+        self._context = llama.llama_init_from_model(self._model, context)
+        if not self._context:
+            self.close()
+            raise RunError(f"{path}: llama.cpp cannot make a context of {self.n_ctx} tokens: {_last_log()}")
+        self._batch = llama.llama_batch_init(n_ubatch, 0, 1)
+
+    def tokenize(self, text: bytes) -> list[int]:
+        """Token ids of a text, by the vocabulary's own rule for special tokens."""
+        capacity = len(text) + 8
+        buffer = (ctypes.c_int32 * capacity)()
+        n = self._llama.llama_tokenize(self._vocab, text, len(text), buffer, capacity, True, False)
+        if n < 0:
+            raise RunError(f"llama.cpp cannot tokenise this text (needs {-n} tokens for {len(text)} bytes)")
+        return list(buffer[:n])
+
+    def detokenize(self, tokens: Sequence[int]) -> bytes:
+        """The bytes of a token sequence."""
+        pieces = []
+        buffer = ctypes.create_string_buffer(256)
+        for token in tokens:
+            n = self._llama.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, False)
+            pieces.append(buffer.raw[: max(n, 0)])
+        return b"".join(pieces)
+
+    def ends_generation(self, token: int) -> bool:
+        """Whether this token ends a generation."""
+        return bool(self._llama.llama_vocab_is_eog(self._vocab, token))
+
+    def decode(self, tokens: Sequence[int], first_position: int, output_last: bool = True) -> np.ndarray | None:
+        """Evaluate one graph of at most `n_ubatch` tokens; the logits `[n_vocab]` of its last token, or None.
+
+        Raises:
+            RunError: llama.cpp refused the graph.
+        """
+        batch = self._batch
+        batch.n_tokens = len(tokens)
+        for i, token in enumerate(tokens):
+            batch.token[i] = token
+            batch.pos[i] = first_position + i
+            batch.n_seq_id[i] = 1
+            batch.seq_id[i][0] = 0
+            batch.logits[i] = output_last and i == len(tokens) - 1
+        status = self._llama.llama_decode(self._context, batch)
+        if status != 0:
+            raise RunError(
+                f"llama.cpp refused a graph of {len(tokens)} tokens at position {first_position} "
+                f"(status {status}, context {self.n_ctx}): {_last_log()}"
+            )
+        if not output_last:
+            return None
+        logits = self._llama.llama_get_logits_ith(self._context, len(tokens) - 1)
+        return np.ctypeslib.as_array(logits, (self.n_vocab,)).copy()
+
+    def clear(self) -> None:
+        """Forget the context's tokens."""
+        self._llama.llama_memory_clear(self._llama.llama_get_memory(self._context), True)
+
+    def close(self) -> None:
+        """Free the context and the model."""
+        if self._context:
+            self._llama.llama_batch_free(self._batch)
+            self._llama.llama_free(self._context)
+            self._context = None
+        if self._model:
+            self._llama.llama_model_free(self._model)
+            self._model = None

@@ -1,0 +1,172 @@
+"""Reading expert slices from flash into place, over a few lanes.
+
+Under O_DIRECT a read covers the page-aligned window around a slice and lands straight in the expert memory,
+which keeps `address = file offset` modulo the page size; nothing is bounced or copied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import queue
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from simlab.errors import RunError, SimlabWarning
+from simlab.record.ggml import memory
+
+PAGE = 4096
+Preadv = Callable[[int, list, int], int]
+
+
+class Slice(NamedTuple):
+    """One projection of one expert: where it lies in the file and where it goes in memory."""
+
+    layer: int
+    expert: int
+    projection: str
+    path: Path
+    offset: int
+    size: int
+    address: int
+    region: int
+    """Index of the projection's memory region."""
+
+
+class FinishedRead(NamedTuple):
+    """One read as it went."""
+
+    slice: Slice
+    lane: int
+    offset: int
+    window_bytes: int
+    start_ns: int
+    latency_ns: int
+
+
+def page_window(offset: int, size: int) -> tuple[int, int]:
+    """First and past-the-last byte of the pages that hold `[offset, offset + size)`."""
+    return offset & ~(PAGE - 1), -(-(offset + size) // PAGE) * PAGE
+
+
+class ReadLanes:
+    """1 to 8 reader lanes over a model's files. Lane 0 is the calling thread; the others wait for work.
+
+    `direct` is what is in force: O_DIRECT is checked at open against a buffered read, and given up, with a
+    warning, where the file system refuses it or returns other bytes.
+    """
+
+    def __init__(
+        self, files: Sequence[Path], lanes: int = 4, direct: bool = True, preadv: Preadv = os.preadv
+    ) -> None:
+        self.n_lanes = lanes
+        self._preadv = preadv
+        self.direct = direct and self._direct_works(files)
+        flags = os.O_RDONLY | (os.O_DIRECT if self.direct else 0)
+        self._descriptors = {path: os.open(path, flags) for path in files}
+        self._sizes = {path: path.stat().st_size for path in files}
+        self._work: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in range(lanes - 1)]
+        self._answers: queue.SimpleQueue = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._serve, args=(lane,), name=f"simlab-lane-{lane}", daemon=True)
+            for lane in range(1, lanes)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _direct_works(self, files: Sequence[Path]) -> bool:
+        for path in files:
+            buffer = mmap.mmap(-1, PAGE)
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+                try:
+                    n = self._preadv(descriptor, [buffer], 0)
+                finally:
+                    os.close(descriptor)
+                with path.open("rb") as file:
+                    good = buffer[:n] == file.read(PAGE)
+                reason = "returned other bytes than a buffered read"
+            except OSError as error:
+                good, reason = False, f"is refused here ({error.strerror})"
+            if not good:
+                warnings.warn(
+                    f"{path}: O_DIRECT {reason}; reading buffered, so read times are the page cache's, not the flash's",
+                    SimlabWarning,
+                    stacklevel=4,
+                )
+                return False
+        return True
+
+    def window_bytes(self, offset: int, size: int) -> int:
+        """Bytes one read of this slice asks the device for."""
+        first, last = page_window(offset, size) if self.direct else (offset, offset + size)
+        return last - first
+
+    def read(self, slices: Sequence[Slice]) -> list[FinishedRead]:
+        """Read slices into place, spread over the lanes; returns when all are there.
+
+        Raises:
+            RunError: a read failed or the file ended early, with the file, offset and errno.
+        """
+        shares = [slices[lane :: self.n_lanes] for lane in range(self.n_lanes)]
+        busy = [lane for lane in range(1, self.n_lanes) if shares[lane]]
+        for lane in busy:
+            self._work[lane - 1].put(shares[lane])
+        outcomes = [self._read_share(0, shares[0])]
+        outcomes += [self._answers.get() for _ in busy]
+        finished: list[FinishedRead] = []
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+            finished += outcome
+        return finished
+
+    def _serve(self, lane: int) -> None:
+        while (share := self._work[lane - 1].get()) is not None:
+            self._answers.put(self._read_share(lane, share))
+
+    def _read_share(self, lane: int, share: Sequence[Slice]) -> list[FinishedRead] | BaseException:
+        try:
+            return [self._read_one(lane, s) for s in share]
+        except BaseException as error:
+            return error
+
+    def _read_one(self, lane: int, s: Slice) -> FinishedRead:
+        first, last = page_window(s.offset, s.size) if self.direct else (s.offset, s.offset + s.size)
+        address = s.address - (s.offset - first)
+        wanted = min(last, self._sizes[s.path]) - first
+        start = time.perf_counter_ns()
+        done = 0
+        while done < wanted:
+            # After a short direct read the next one must start on a page again.
+            at = done & ~(PAGE - 1) if self.direct else done
+            try:
+                n = self._preadv(
+                    self._descriptors[s.path], [memory(address + at, last - first - at)], first + at
+                )
+                if at + n <= done:
+                    raise OSError(errno.EIO, "the file ends before the expert does")
+            except OSError as error:
+                raise RunError(
+                    f"{s.path}: reading {last - first} bytes at offset {first} failed: {error.strerror} "
+                    f"(errno {error.errno}); the decode was stopped"
+                ) from error
+            done = at + n
+        return FinishedRead(s, lane, first, last - first, start, time.perf_counter_ns() - start)
+
+    def close(self) -> None:
+        """Stop the lanes and close the files."""
+        for work in self._work:
+            work.put(None)
+        for thread in self._threads:
+            thread.join()
+        for descriptor in self._descriptors.values():
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        self._descriptors = {}
