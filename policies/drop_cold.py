@@ -5,7 +5,7 @@ missing: a slot is dropped when its expert is not resident and its weight is bel
 slot always runs. Survivors are scaled back to the full weight unless `renorm` is 0.
 """
 
-from simlab.policy import routing
+from simlab.policy import quotient, routing
 from simlab.types import Choice, Knob
 
 
@@ -21,5 +21,5 @@ from simlab.types import Choice, Knob
 )
 def drop_cold(xp, candidates, row, state, knobs):
     """Drop missing slots with weight < float32(F) / float32(k), strictly."""
-    threshold = knobs.F / row.k.astype(xp.float32)
+    threshold = quotient(xp, knobs.F, row.k)
     return Choice(drop=~candidates.resident & (candidates.weight < threshold)), state

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from simlab.policy import quotient
 from simlab.routing import selection_key
 from simlab.types import Gating, ScoreSpace, WeightRule
 
@@ -96,7 +97,7 @@ def applied_weights(xp, numerators, exists, rule: WeightRule):
         for slot in range(numerators.shape[0]):
             total = total + numerators[slot].astype(xp.float64)
         total = xp.maximum(total.astype(xp.float32), xp.float32(rule.clamp_min))
-        weights = weights / total[None]
+        weights = quotient(xp, weights, total[None])
     if rule.scale != 1.0:
         weights = weights * xp.float32(rule.scale)
     return xp.where(exists, weights, xp.float32(0))
