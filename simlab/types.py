@@ -338,3 +338,11 @@ class CellNumbers:
     read_wait_ms_per_token: float | None = None
     ppl: float | None = None
     nll: float | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One cell replayed from a trace and run live on the same token ids."""
+
+    replay: CellNumbers
+    live: CellNumbers
