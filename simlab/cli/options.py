@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from simlab.cells import MIB, build_cells, effective_k, resolve_budget
 from simlab.errors import InputError, SimlabWarning
@@ -76,6 +77,7 @@ def add_cell_options(parser: argparse.ArgumentParser, lists: bool) -> None:
         + " ('simlab policies' lists them)",
     )
     add("evict", "NAME", "eviction policy (default lru)")
+    parser.set_defaults(lists=lists)
     group.add_argument(
         "--scope", choices=("global", "per_layer"), default="global", help="one cache or one per layer"
     )
@@ -93,6 +95,19 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--ubatch", type=whole_number(1), metavar="N", help="largest number of tokens in one graph"
     )
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The engine options of a command line as `simlab.Engine` takes them."""
+    options: dict[str, Any] = {
+        "lanes": args.lanes,
+        "buffered": args.buffered,
+        "n_threads": args.threads,
+        "n_ctx": args.ctx,
+    }
+    if args.ubatch is not None:
+        options["n_ubatch"] = args.ubatch
+    return options
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -114,6 +129,8 @@ def cells_from_args(args: argparse.Namespace, default_budget: str | None = None)
     Raises:
         InputError: a value out of its range, an unknown policy, or no budget at all.
     """
+    if not args.lists and len(args.route or ()) > 1:
+        raise InputError("--route: one value here, sweep and validate take several; compose policies with +")
     budgets = args.budget or ([default_budget] if default_budget else None)
     if not budgets:
         raise InputError("--budget: is missing; write 2000MiB, 2.5cycles, 48/layer, 25% or off")

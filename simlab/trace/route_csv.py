@@ -269,21 +269,18 @@ def _whole_graphs(
     widest = int(slots["slot"].max()) + 1
     row = int(np.flatnonzero(starts)[-1])
     whole = (
-        not cut
-        and where["layer"][-1] == last_layer
+        where["layer"][-1] == last_layer
         and len(graph) - row == widest
         and where["step"][-1] in (where["step"][last:].max(), _NO_POSITION)
     )
-    if whole:
+    if whole and not cut:
         return len(graph)
-    if last == 0:
+    kept = int(graph[-1]) + whole
+    if not kept:
         raise InputError(f"{path}: cut short inside its first graph, so it holds no complete step")
-    warnings.warn(
-        f"{path}: cut short at its end; using its {graph[-1]} complete graphs of {graph[-1] + 1}",
-        SimlabWarning,
-        stacklevel=3,
-    )
-    return last
+    text = f"{path}: cut short at its end; using its {kept} complete graphs"
+    warnings.warn(text, SimlabWarning, stacklevel=3)
+    return len(graph) if whole else last
 
 
 def _positions(rows: dict[str, NDArray]) -> NDArray[np.int64]:
