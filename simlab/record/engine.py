@@ -233,6 +233,10 @@ class Engine:
                 progress((i + 1) / n)
         return made
 
+    def forget_context(self) -> None:
+        """Clear the KV state; the expert cache stays."""
+        self._llama.clear()
+
     def run_graph(
         self, plan: PlannedGraph, tokens: Sequence[int], next_token: int | None, recorder: Recorder | None = None
     ) -> GraphResult:

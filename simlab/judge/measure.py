@@ -1,0 +1,156 @@
+"""The numbers of a recorded run, from what its trace says happened: the live side of every comparison.
+
+Nothing is replayed here. Counters come from the recorded residency, reads and tokens; router mass and
+regret from the recorded scores and the ids that ran, with the replayer's own columns and reductions, so
+that a difference between replay and live is a difference in what happened.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import polars as pl
+
+from simlab.cells import MIB, effective_k, resolve_budget
+from simlab.errors import InputError
+from simlab.replay.columns import ColumnNeeds, TraceColumns
+from simlab.replay.run import CHUNK_ROWS
+from simlab.trace.store import Trace
+from simlab.types import DECODE, THROW_AWAY_TURN, Cell, CellNumbers, PhaseNumbers
+
+
+def measure(trace: Trace, cell: Cell) -> CellNumbers:
+    """The numbers of the run a trace records, which ran under `cell`.
+
+    Raises:
+        InputError: the trace lacks what was executed (`experts`, `residency`, `read_bytes`).
+    """
+    routing = trace.routing.select("experts", "dropped", "read_bytes").collect()
+    for name in routing.columns:
+        if routing[name].null_count():
+            raise InputError(f"{trace.path}/routing: '{name}' is unknown in some rows, this run cannot be measured")
+    header, columns = trace.header, TraceColumns(trace)
+    k = effective_k(cell.route, header)
+    budget = resolve_budget(cell.budget, cell.scope, header, k)
+    rows = _row_counts(trace, columns, routing)
+    tokens = trace.tokens.filter(pl.col("turn") != THROW_AWAY_TURN).collect()
+    decode_tokens = tokens.filter(pl.col("phase") == DECODE)
+    wall = decode_tokens["wall_ns"].drop_nulls()
+    nll = decode_tokens["nll"].mean()
+    mean_nll = float(nll) if isinstance(nll, (int, float)) else None
+    return CellNumbers(
+        source="live",
+        cell=cell,
+        budget_mib=budget.total_bytes / MIB,
+        budget_cycles=budget.total_bytes / header.cycle_bytes(k),
+        top_k=k,
+        decode=_phase(columns, rows.filter("decode"), decode_tokens, [True], budget.off),
+        all=_phase(columns, rows, tokens, [True, False], budget.off),
+        tok_s=1e9 * len(wall) / wall.sum() if len(wall) else None,
+        wall_ms_per_token=wall.sum() / len(wall) / 1e6 if len(wall) else None,
+        read_wait_ms_per_token=_mean_ms(decode_tokens["read_wait_ns"]),
+        ppl=math.exp(mean_nll) if mean_nll is not None else None,
+        nll=mean_nll,
+    )
+
+
+def _mean_ms(column: pl.Series) -> float | None:
+    known = column.drop_nulls()
+    return float(known.sum()) / len(known) / 1e6 if len(known) else None
+
+
+def _row_counts(trace: Trace, columns: TraceColumns, routing: pl.DataFrame) -> pl.DataFrame:
+    """Per counted routing row: what it read for the first time and again, and how far it strayed from the router."""
+    width = trace.width
+    experts = routing["experts"].to_numpy().reshape(-1, width)
+    dropped = routing["dropped"].to_numpy().reshape(-1, width)
+    read = routing["read_bytes"].to_numpy().reshape(-1, width)
+    entry = np.where(read > 0, columns.layer[:, None].astype(np.int64) * trace.header.n_expert + experts, -1)
+    first_seen = np.zeros(entry.shape, dtype=bool)
+    _, first = np.unique(entry, return_index=True)
+    first_seen.reshape(-1)[first] = True
+    cold = first_seen & (read > 0)
+    mass, regret, agreement = _strayed(trace, columns, experts, (experts >= 0) & ~dropped)
+    counted = pl.DataFrame(
+        {
+            "decode": columns.decode,
+            "counted": columns.counted,
+            "slots": (experts >= 0).sum(axis=1),
+            "misses": (read > 0).sum(axis=1),
+            "cold": cold.sum(axis=1),
+            "read_bytes": read.sum(axis=1),
+            "mass": mass,
+            "regret": regret,
+            "agreement": agreement,
+        }
+    )
+    return counted.filter("counted")
+
+
+def _strayed(
+    trace: Trace, columns: TraceColumns, experts: np.ndarray, runs: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Mass displaced, score regret and agreement of every row."""
+    n_used, has_scores = trace.header.n_expert_used, trace.has_scores
+    needs = ColumnNeeds(max(n_used, trace.width), scores=has_scores, rank=False, weights=frozenset())
+    mass, regret, agreement = np.zeros((3, columns.n_rows))
+    for start in range(0, columns.n_rows, CHUNK_ROWS):
+        stop = min(start + CHUNK_ROWS, columns.n_rows)
+        chunk = columns.chunk(start, stop, stop - start, needs)
+        router, ran = chunk["router"][:, :n_used], np.where(runs[start:stop], experts[start:stop], -1)
+        both = (ran[:, :, None] == router[:, None, :]).any(axis=2) & (ran >= 0)
+        agreement[start:stop] = both.sum(axis=1) / np.maximum(chunk["router_k"], 1)
+        if has_scores:
+            for found, share in ((mass, chunk["mass"]), (regret, chunk["regret"])):
+                found[start:stop] = _lost(share, router, ran)
+    return mass, regret, agreement
+
+
+def _lost(share: np.ndarray, router: np.ndarray, ran: np.ndarray) -> np.ndarray:
+    """Sum of a share over the router's picks minus that over what ran, slot by slot: 0 where nothing changed."""
+
+    def of(ids: np.ndarray) -> np.ndarray:
+        picked = np.where(ids >= 0, np.take_along_axis(share, np.maximum(ids, 0).astype(np.int64), axis=1), 0.0)
+        return np.pad(picked, ((0, 0), (0, n - ids.shape[1])))
+
+    n = max(router.shape[1], ran.shape[1])
+    return (of(router) - of(ran)).sum(axis=1)
+
+
+def _phase(
+    columns: TraceColumns, rows: pl.DataFrame, tokens: pl.DataFrame, phases: list[bool], off: bool
+) -> PhaseNumbers:
+    n_tokens = sum(columns.n_tokens(decode) for decode in phases)
+    events = sum(columns.n_events(decode) for decode in phases)
+    total = {name: int(tokens[name].sum()) for name in ("lookups", "hits", "reranked", "substituted", "dropped", "evictions")}
+    misses, cold = int(rows["misses"].sum()), int(rows["cold"].sum())
+    if misses != total["lookups"] - total["hits"]:
+        raise InputError(f"{columns.trace.path}: {misses} reads in routing, but {total['lookups'] - total['hits']} misses in tokens")
+    read_mib = int(rows["read_bytes"].sum()) / MIB
+
+    def mean(name: str) -> float | None:
+        return float(rows[name].sum()) / events if events else None
+
+    has_scores = columns.trace.has_scores
+    return PhaseNumbers(
+        tokens=n_tokens,
+        lookups=total["lookups"],
+        hits=total["hits"],
+        misses=misses,
+        hit_rate=total["hits"] / total["lookups"] if total["lookups"] else None,
+        cold_misses=cold,
+        capacity_misses=misses - cold,
+        read_mib=read_mib,
+        read_mib_per_token=read_mib / n_tokens if n_tokens else None,
+        slots=int(rows["slots"].sum()),
+        reranked=total["reranked"],
+        substituted=total["substituted"],
+        dropped=total["dropped"],
+        evictions=total["evictions"],
+        # A miss after the first can only be of an entry that left; with the cache off nothing ever stayed.
+        rereads=0 if off else misses - cold,
+        mass_displaced=mean("mass") if has_scores else None,
+        score_regret=mean("regret") if has_scores else None,
+        agreement=mean("agreement"),
+    )

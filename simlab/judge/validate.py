@@ -1,0 +1,139 @@
+"""Live validation: the token ids of a trace, run again on the engine under each cell, beside the replay.
+
+The replay keeps the recorded scores although substituted experts change the hidden state and so the later
+scores; only a live run knows. Every cell gets a live run of its own with an empty cache, teacher-forced on
+the same ids with the same cuts between graphs, and its numbers come from its own recording.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from simlab.cells import effective_k
+from simlab.errors import InputError
+from simlab.judge.measure import measure
+from simlab.record.engine import EMBEDDED_MODEL, Engine
+from simlab.record.plan import PlannedGraph
+from simlab.record.recorder import Recorder
+from simlab.replay.run import TraceLike, sweep
+from simlab.trace.store import Trace, TraceWriter, open_trace
+from simlab.types import DECODE, THROW_AWAY_TURN, Cell, Comparison
+
+
+def validate(
+    trace: TraceLike,
+    cells: Sequence[Cell],
+    model: str | Path | None = None,
+    *,
+    progress: Callable[[float], None] | None = None,
+    **engine_options: Any,
+) -> list[Comparison]:
+    """Replay a trace and run its token ids live, under each cell.
+
+    Args:
+        model: the GGUF the trace was recorded with; None for the embedded model.
+        engine_options: as `Engine` takes them (lanes, buffered, n_threads, n_ctx, n_ubatch).
+
+    Raises:
+        InputError: the trace carries no token ids, or was recorded with another model.
+    """
+    trace = trace if isinstance(trace, Trace) else open_trace(trace)
+    _check_model(trace, Path(model) if model is not None else EMBEDDED_MODEL)
+    graphs = planned_graphs(trace)
+    replays = sweep(trace, cells)
+    compared: dict[int, Comparison] = {}
+    order = sorted(range(len(cells)), key=lambda i: effective_k(cells[i].route, trace.header))
+    engine, opened_k = None, None
+    try:
+        for done, i in enumerate(order):
+            step = cells[i].route.step("width")
+            k = effective_k(cells[i].route, trace.header) if step else None
+            if engine is None or k != opened_k:
+                if engine is not None:
+                    engine.close()
+                engine, opened_k = Engine(model, top_k=k, **engine_options), k
+            with tempfile.TemporaryDirectory(prefix="simlab-live-") as folder:
+                live = run_live(engine, graphs, cells[i], Path(folder) / "live.trace")
+                compared[i] = Comparison(replays[i], measure(live, cells[i]))
+            if progress is not None:
+                progress((done + 1) / len(cells))
+    finally:
+        if engine is not None:
+            engine.close()
+    return [compared[i] for i in range(len(cells))]
+
+
+def planned_graphs(trace: Trace) -> list[tuple[PlannedGraph, list[int], int | None]]:
+    """The graphs of a recording, each with its token ids and the id its last position is scored on.
+
+    The ids are those of its first MoE layer, which routes every token of a graph.
+    """
+    first = trace.header.moe_layers[0]
+    rows = (
+        trace.routing.filter((pl.col("layer") == first) & (pl.col("turn") != THROW_AWAY_TURN))
+        .select("turn", "graph", "phase", "step", "token")
+        .collect()
+    )
+    if rows.is_empty() or rows["token"].null_count() or (rows["token"] < 0).any():
+        raise InputError(f"{trace.path}/routing: carries no token ids, so it cannot be run live; record it with simlab record")
+    following = dict(trace.tokens.select("graph", "next_token").collect().iter_rows())
+    groups = rows.group_by("graph", maintain_order=True).agg(
+        pl.col("turn", "phase").first(), pl.col("step").first(), pl.col("token")
+    )
+    planned, at = [], 0
+    for row in groups.iter_rows(named=True):
+        n = len(row["token"])
+        plan = PlannedGraph(row["turn"], row["phase"], at, at + n, row["step"], True, None)
+        planned.append((plan, row["token"], following.get(row["graph"])))
+        at += n
+    return planned
+
+
+def run_live(
+    engine: Engine,
+    graphs: Sequence[tuple[PlannedGraph, list[int], int | None]],
+    cell: Cell,
+    out: Path,
+) -> Trace:
+    """Run planned graphs under a cell into a new trace, and open it."""
+    engine.start(cell)
+    with TraceWriter(out, engine.header(cell), effective_k(cell.route, engine.header())) as writer:
+        recorder = Recorder(writer)
+        turn = None
+        for plan, tokens, following in graphs:
+            if plan.turn != turn:
+                engine.forget_context()
+                turn = plan.turn
+            engine.run_graph(plan, tokens, following, recorder)
+        recorder.flush()
+    return open_trace(out)
+
+
+def _check_model(trace: Trace, model: Path) -> None:
+    if trace.header.engine != "simlab":
+        raise InputError(f"{trace.path}: was not recorded by simlab, so its token ids and graphs are not known")
+    if trace.header.model != model.name:
+        raise InputError(f"{trace.path}: was recorded with {trace.header.model}, not {model.name}; name that model")
+
+
+def validate_command(args: argparse.Namespace) -> None:
+    """`simlab validate`."""
+    from simlab.cli.options import cells_from_args, engine_options, recorded_budget, warn_about_cells
+    from simlab.cli.output import Progress, cell_to_json, print_json, table
+
+    trace = open_trace(args.trace)
+    cells = cells_from_args(args, recorded_budget(trace.header))
+    warn_about_cells(cells, trace.header)
+    with Progress("validate") as progress:
+        compared = validate(trace, cells, args.model, progress=progress, **engine_options(args))
+    numbers = [n for pair in compared for n in (pair.replay, pair.live)]
+    if args.json:
+        print_json([cell_to_json(n) for n in numbers])
+    else:
+        print(table(numbers))
