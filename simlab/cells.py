@@ -16,7 +16,7 @@ _STAGE_ORDER = ("width", "rerank", "drop")
 _BUDGET = re.compile(
     r"^(?P<amount>[0-9]*\.?[0-9]+(?:e[+-]?\d+)?)(?P<unit>MiB|GiB|cycles?|/layer|%)$", re.IGNORECASE
 )
-_LARGEST = 1e9
+_LARGEST = 1e8
 """Of any unit: keeps the bytes of every budget well inside int64."""
 _BUDGET_FORMS = "2000MiB, 2.5cycles, 48/layer, 25% or off"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SHARED = Path(os.environ.get("SIMLAB_SHARED_DATA", Path(__file__).parents[2] / "shared" / "data"))
-HEADING = "turn,phase,step,layer,slot,expert,weight,residency,expert_bytes,dropped"
+HEADING: str = "turn,phase,step,layer,slot,expert,weight,residency,expert_bytes,dropped"
 ENTRY_BYTES = 1000
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -429,6 +431,8 @@ def test_refuses_two_route_traces_and_foreign_metrics(
     assert "not of one run" in refused(capsys, tmp_path / "t.trace", one, foreign)
     bad = write_lines(tmp_path / "n.csv", [heading, "1,1,fast,1,1,1,1"])
     assert "line 2, field 'wall_ms'" in refused(capsys, tmp_path / "t.trace", one, bad)
+    other = write_lines(tmp_path / "o.csv", ["# bmoe_metrics v1", "# n_expert=9", heading, "1,1,1,1,1,1,1"])
+    assert "field 'n_expert': 9" in refused(capsys, tmp_path / "t.trace", one, other)
     newer = write_lines(tmp_path / "v.csv", ["# bmoe_metrics v3", heading, "1,1,1,1,1,1,1"])
     assert "bmoe_metrics v3" in refused(capsys, tmp_path / "t.trace", one, newer)
 
@@ -445,6 +449,32 @@ def test_an_existing_output_needs_force(tmp_path: Path, capsys: pytest.CaptureFi
     bad = write_lines(tmp_path / "bad.csv", [])
     assert main(["import", str(bad), "--out", str(out), "--force"]) == 2
     assert open_trace(out).n_rows > 0
+
+
+def test_an_input_is_never_the_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_lines(tmp_path / "r.csv", route_lines())
+    before = path.read_bytes()
+    assert main(["import", str(path), "--out", str(path), "--force"]) == 2
+    assert "is one of the files to import" in capsys.readouterr().err
+    assert path.read_bytes() == before
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    """A limit on file sizes stands in for a full disk: both fail inside the parquet writer."""
+    path = write_lines(tmp_path / "r.csv", route_lines(decode=2000))
+    code = (
+        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000));"
+        "from simlab.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    )
+    out = tmp_path / "t.trace"
+    command = [sys.executable, "-c", code, "import", str(path), "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.startswith(f"simlab: error: {out}: writing the trace failed: ")
+    assert done.stderr.count("\n") == 1
+    with pytest.warns(SimlabWarning, match="0 complete graphs"):
+        assert open_trace(out).n_rows == 0
 
 
 # ---------------------------------------------------------------------------------------------------------

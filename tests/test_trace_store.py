@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +242,13 @@ def test_force_replaces_traces_only(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
+def test_a_writer_never_mixes_two_traces(tmp_path: Path) -> None:
+    folder = written(tmp_path / "t.trace")
+    with pytest.raises(InputError, match="holds a trace already"):
+        TraceWriter(folder, HEADER, WIDTH)
+    assert open_trace(folder).n_rows == 6
+
+
 # ---------------------------------------------------------------------------------------------------------
 # info
 
@@ -279,3 +288,12 @@ def test_info_of_an_unfinished_recording_says_so(tmp_path: Path, capsys: pytest.
     assert shown.err.count("\n") == 1
     assert shown.err.startswith("simlab: warning: ")
     assert "NOT complete" in shown.out
+
+
+def test_info_needs_no_jax(tmp_path: Path) -> None:
+    folder = written(tmp_path / "t.trace")
+    code = "import sys; from simlab.cli.main import main; main(sys.argv[1:]); print('jax' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "info", str(folder)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "False"

@@ -158,16 +158,23 @@ def frame_table(frame: pl.DataFrame) -> str:
     return align([frame.columns, *([word(v) for v in row] for row in frame.iter_rows())])
 
 
-def write_whole(path: Path, write: Callable[[Path], None]) -> None:
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a file beside `path` and rename it into place, so that nobody sees half of one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write(temporary)
         os.replace(temporary, path)
-    except OSError as error:
-        raise RunError(f"{path}: writing failed: {error.strerror or error}") from error
+    except (OSError, *_polars_errors()) as error:
+        why = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise RunError(f"{path}: writing failed: {why}") from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _polars_errors() -> tuple[type[Exception], ...]:
+    """What polars raises for a full disk, if it is loaded at all."""
+    polars = sys.modules.get("polars")
+    return (polars.exceptions.PolarsError,) if polars else ()
 
 
 def write_frame(path: Path, frame: pl.DataFrame) -> None:

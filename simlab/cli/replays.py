@@ -78,9 +78,10 @@ def _replay(args: argparse.Namespace) -> None:
     trace = open_trace(args.trace)
     (cell,) = _cells(args, trace)
     if slots_path is None and args.by is None:
-        from simlab.replay.run import replay
+        from simlab.replay.run import sweep
 
-        numbers, by = replay(trace, cell), None
+        with Progress("replay") as progress:
+            numbers, by = sweep(trace, [cell], progress=progress)[0], None
     else:
         from simlab.replay.slots import by_layer, by_token, replay_slots
 

@@ -22,7 +22,8 @@ TAG = "bmoe_metrics"
 _VERSIONS = ("v1", "v2")
 _REQUIRED = ("step", "wall_ms", "io_ms", "compute_ms", "read_bytes")
 _NUMBERS = ("wall_ms", "io_ms", "compute_ms", "stall_ms", "mgmt_ms", "cache_hit_pct", "cache_budget_mib")
-_COUNTS = ("step", "read_bytes", "majflt", "turn")
+_COUNTS = {"step": 0, "read_bytes": 0, "majflt": None, "turn": None}
+"""Column and its smallest value."""
 _NUMERIC_SETTINGS = ("cache_mb", "drop_cold_frac", "drop_renorm", "drop_prefill")
 _MIB = 1 << 20
 
@@ -40,6 +41,11 @@ class MetricsFile:
     def n_prompt(self) -> int | None:
         """Prompt tokens of the run, null without a summary."""
         return int(self.summary["n_prompt"]) if self.summary.get("n_prompt", "").isdigit() else None
+
+    @property
+    def n_expert(self) -> int | None:
+        """Experts per layer of the model, null where the file does not say."""
+        return int(self.settings["n_expert"]) if self.settings.get("n_expert", "").isdigit() else None
 
     @property
     def engine_version(self) -> str | None:
@@ -123,5 +129,5 @@ def read_metrics(path: Path) -> MetricsFile:
     if text.tail is not None:
         warnings.warn(f"{path}: cut short at its end; its last line is left out", SimlabWarning, stacklevel=3)
     columns: dict[str, NDArray] = {n: text.floats(n) for n in _NUMBERS if n in text.columns}
-    columns |= {n: text.integers(n, 0) for n in _COUNTS if n in text.columns}
+    columns |= {n: text.integers(n, low) for n, low in _COUNTS.items() if n in text.columns}
     return MetricsFile(path, settings, summary, columns)

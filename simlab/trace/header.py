@@ -46,6 +46,8 @@ def read_header(folder: Path) -> tuple[TraceHeader, dict[str, int] | None, int]:
         fields = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: not JSON: {error}") from error
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
     if not isinstance(fields, dict):
         raise InputError(f"{path}: not a JSON object")
     for name in _REQUIRED:
@@ -70,6 +72,7 @@ def _parse(fields: dict[str, Any]) -> tuple[TraceHeader, dict[str, int] | None, 
             fields[name] = {
                 int(k): tuple(v) if isinstance(v, list) else int(v) for k, v in fields[name].items()
             }
+    fields["knobs"] = dict(fields.get("knobs") or {})
     if fields.get("weight_rule") is not None:
         fields["weight_rule"] = WeightRule(**fields["weight_rule"])
     known = {f.name for f in dataclasses.fields(TraceHeader)}

@@ -53,9 +53,16 @@ def import_files(files: Sequence[str], out: str, force: bool = False) -> Path:
         raise InputError(
             f"{files[0]}: no route trace among the files, and a trace cannot be made without one"
         )
+    if Path(out).resolve() in {path.resolve() for path in by_kind.values()}:
+        raise InputError(f"--out {out}: is one of the files to import; name another folder")
     route = read_route(by_kind["route trace"])
     metrics = read_metrics(by_kind["metrics file"]) if "metrics file" in by_kind else None
     reads = read_io(by_kind["io trace"]) if "io trace" in by_kind else None
+    if metrics is not None and metrics.n_expert not in (None, route.n_expert):
+        raise InputError(
+            f"{metrics.path}, field 'n_expert': {metrics.n_expert}, but {route.path} has {route.n_expert}; "
+            "the two are not of one run"
+        )
     header = _header(route, metrics, reads)
     tokens = _tokens(route, metrics)
     read_columns = _reads(reads, tokens) if reads else None
@@ -206,7 +213,7 @@ def _measured(
     for name, values in found.items():
         column: list[int | None] = [None] * len(tokens["graph"])
         for place, value in zip(places, values, strict=True):
-            if place is not None:
+            if place is not None and value >= 0:  # below zero or nan: not measured
                 column[place] = round(float(value))
         out[name] = column
     return out

@@ -149,6 +149,8 @@ class TraceWriter:
         self._guard(lambda: self._create())
 
     def _create(self) -> None:
+        if (self.folder / "header.json").exists():
+            raise InputError(f"{self.folder}: holds a trace already; remove it or write elsewhere")
         for table in TABLES:
             (self.folder / table).mkdir(parents=True, exist_ok=True)
         write_header(self.folder, self.header, None, self.width)
@@ -156,10 +158,11 @@ class TraceWriter:
     def _guard(self, action: Any) -> None:
         try:
             action()
-        except OSError as error:
+        except (OSError, pl.exceptions.PolarsError) as error:
+            # Polars reports a full disk as an error of its own, without an errno.
+            why = getattr(error, "strerror", None) or _first_line(error)
             raise RunError(
-                f"{self.folder}: writing the trace failed: {error.strerror} (errno {error.errno}); "
-                "what was written before is readable"
+                f"{self.folder}: writing the trace failed: {why}; what was written before is readable"
             ) from error
 
     def add(self, table: str, columns: Mapping[str, Any]) -> None:
@@ -183,8 +186,11 @@ class TraceWriter:
             frame = pl.concat(self._pending[table])
             target = self.folder / table / name
             temporary = target.with_suffix(".tmp")
-            frame.write_parquet(temporary, compression="zstd", statistics=True)
-            os.replace(temporary, target)
+            try:
+                frame.write_parquet(temporary, compression="zstd", statistics=True)
+                os.replace(temporary, target)
+            finally:
+                temporary.unlink(missing_ok=True)
             self._rows[table] += frame.height
             self._pending[table] = []
             wrote = True
