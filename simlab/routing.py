@@ -107,7 +107,9 @@ def rerank(
     picked = take_top(xp, key, candidates.expert, n)
     if n < router.shape[0]:
         picked = xp.concatenate([picked, xp.full_like(router[n:], _NO_SLOT)])
-    picked = xp.where(exists, picked, _NO_SLOT)
+    # The n-th slot that exists gets the n-th pick, wherever the holes are.
+    nth = xp.maximum(xp.cumsum(exists, axis=0) - 1, 0)
+    picked = xp.where(exists, xp.take_along_axis(picked, nth, axis=0), _NO_SLOT)
     # With no expert outside the routing there is nothing to choose: declined, not counted (E <= k).
     active = armed & choice.active & (n_slots > 0) & (row.k < candidates.value.shape[0])
     is_new = exists & ~members(xp, picked, router)

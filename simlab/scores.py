@@ -52,8 +52,8 @@ def router_mass(scores: Float32, gating: Gating) -> NDArray[np.float64]:
     s = np.nan_to_num(scores.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
     if gating == "logits":
         finite = np.isfinite(scores)
-        top = np.where(finite, scores, -np.inf).max(axis=-1, keepdims=True)
-        s = np.where(finite, np.exp(np.where(finite, scores, 0) - np.where(np.isfinite(top), top, 0)), 0.0)
+        top = np.where(finite, s, -np.inf).max(axis=-1, keepdims=True)
+        s = np.where(finite, np.exp(s - np.where(np.isfinite(top), top, 0)), 0.0)
     total = s.sum(axis=-1, keepdims=True)
     return np.divide(s, total, out=np.zeros_like(s), where=total > 0)
 

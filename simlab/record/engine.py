@@ -108,6 +108,11 @@ class Engine:
         return self._llama.n_ctx
 
     @property
+    def cache(self) -> LiveCache:
+        """The session's expert cache."""
+        return self._cache
+
+    @property
     def experts(self) -> ExpertMemory:
         """The engine's expert memory."""
         return self._experts

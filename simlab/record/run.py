@@ -21,9 +21,10 @@ def record_command(args: argparse.Namespace) -> None:
         raise InputError(f"--out {out}: exists already; add --force to replace it")
     if args.text is not None and not Path(args.text).is_file():
         raise InputError(f"--text {args.text}: no such file")
-    top_k = int(float(args.top_k[0])) if args.top_k else None
-    if args.budget:
-        cells_from_args(args)  # wrong options are refused before a model is loaded
+    # Wrong options are refused before a model is loaded; the budget, if left out, is not known until then.
+    route = cells_from_args(args, "1MiB")[0].route
+    step = route.step("width")
+    top_k = int(step.knobs["k"]) if step else None
     with Engine(args.model, top_k=top_k, **engine_options(args)) as engine:
         header = engine.header()
         dense = sum(engine.gguf.layer_bytes(i) for i in range(header.n_layer)) - header.expert_bytes

@@ -81,7 +81,9 @@ class Replayer:
         self.columns = TraceColumns(self.trace)
         self.row = 0
         header = self.trace.header
-        self.has_scores = self.trace.has_scores and None not in (header.score_space, header.gating)
+        # A trace without rows lacks nothing.
+        self._carries_scores = self.columns.n_rows == 0 or self.trace.has_scores
+        self.has_scores = self._carries_scores and None not in (header.score_space, header.gating)
         for cell in self.cells:
             check_cache(cell.route, cell.budget)
         by_code: dict[tuple[Any, ...], list[int]] = {}
@@ -150,7 +152,7 @@ class Replayer:
                     raise InputError("the saved state of a replay belongs to other cells or another model")
                 return found
 
-            group.carry = jax.tree_util.tree_map_with_path(saved, group.carry)
+            group.carry = jax.device_put(jax.tree_util.tree_map_with_path(saved, group.carry))
         return replayer
 
     def numbers(self) -> list[CellNumbers]:
@@ -208,8 +210,8 @@ class Replayer:
             shape=shape,
             indices=indices,
             n_list=n_list if self.has_scores else min(n_list, self.trace.width),
-            lanes=_lanes(self.trace, cells, widths, eviction),
-            carry=first_carry(shape, len(cells)),
+            lanes=jax.device_put(_lanes(self.trace, cells, widths, eviction)),
+            carry=jax.device_put(first_carry(shape, len(cells))),
             detail=[],
         )
 
@@ -223,7 +225,7 @@ class Replayer:
         asks = [s.policy.name for s in route.steps if s.policy.needs & {"scores", "rank"}]
         if k > self.trace.width:
             asks.append(f"{k} experts per token, above the recorded {self.trace.width},")
-        if asks and not self.trace.has_scores:
+        if asks and not self._carries_scores:
             raise InputError(
                 f"{path}: {asks[0]} needs the router's scores, which this trace does not carry; "
                 "record it with simlab record"

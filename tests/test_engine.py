@@ -1,0 +1,257 @@
+"""The streamed model computes what the resident one does, and a lossy knob shows where it acts."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+
+import numpy as np
+import pytest
+from live import TEXT, THREADS, cell_of, plain_logits, record, streamed_logits
+
+from simlab.errors import InputError, RunError, SimlabWarning
+from simlab.record import ggml
+from simlab.record.gguf import read_gguf
+from simlab.record.engine import EMBEDDED_MODEL, Engine, log_probability
+from simlab.record.plan import text_graphs
+from simlab.record.reads import ReadLanes, Slice, page_window
+from simlab.trace.store import open_trace
+from simlab.types import DECODE, PREFILL
+
+N_TOKENS = 72
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with Engine(n_threads=THREADS, lanes=3) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def tokens(engine):
+    return engine.tokenize(TEXT)[:N_TOKENS]
+
+
+@pytest.fixture(scope="module")
+def plain(tokens):
+    return plain_logits(tokens)
+
+
+@pytest.mark.parametrize("budget", ["off", "1.2cycles", "100%"])
+def test_streamed_logits_are_plain_llama_cpps_bit_for_bit(engine, tokens, plain, budget):
+    engine.start(cell_of(budget))
+    logits, counts = streamed_logits(engine, tokens)
+    assert np.array_equal(logits, plain)
+    assert counts["lookups"] > 0
+    assert (counts["hits"] == 0) == (budget == "off")
+
+
+@pytest.mark.parametrize("budget", ["1.2cycles", "2cycles"])
+def test_an_inert_margin_examines_routings_and_changes_nothing(engine, tokens, plain, budget):
+    engine.start(cell_of(budget, "substitute:L=1e-6"))
+    logits, counts = streamed_logits(engine, tokens)
+    assert np.array_equal(logits, plain)
+    assert counts["reranked"] == 8 * 8 * (N_TOKENS - 9)  # layers x k x decode graphs
+    assert counts["substituted"] == 0
+
+
+def test_an_inert_drop_changes_nothing(engine, tokens, plain):
+    engine.start(cell_of("1.2cycles", "drop_cold:F=1e-6"))
+    logits, counts = streamed_logits(engine, tokens)
+    assert np.array_equal(logits, plain)
+    assert counts["dropped"] == 0
+
+
+@pytest.mark.parametrize(
+    ("route", "counter"), [("substitute:L=1", "substituted"), ("drop_cold:F=1", "dropped")]
+)
+def test_a_full_knob_fires(engine, tokens, plain, route, counter):
+    engine.start(cell_of("2cycles", route))
+    logits, counts = streamed_logits(engine, tokens)
+    assert counts[counter] > 0
+    assert np.isfinite(logits).all()
+    assert not np.array_equal(logits, plain)
+
+
+def test_dropping_in_prefill_acts_only_when_asked(engine, tokens):
+    dropped = {}
+    for prefill in (0, 1):
+        engine.start(cell_of("1.2cycles", f"drop_cold:F=1,prefill={prefill}"))
+        first = engine.score(tokens[:10])[0]
+        assert first.plan.phase == PREFILL
+        dropped[prefill] = first.tally.dropped
+    assert dropped[0] == 0
+    assert dropped[1] > 0
+
+
+def test_the_comparison_catches_one_overwritten_expert(engine, tokens, plain):
+    engine.start(cell_of("100%"))
+    logits, _ = streamed_logits(engine, tokens)
+    assert np.array_equal(logits, plain)
+    layer, expert = next(
+        key for key in engine.experts.slices if engine.cache.residency(key[0])[key[1]]
+    )
+    engine.experts.overwrite(layer, expert, b"\x5a" * 4096)
+    engine.forget_context()
+    assert not np.array_equal(streamed_logits(engine, tokens)[0], plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "n_ubatch", "n_threads"),
+    [({"buffered": True}, 512, 1), ({"lanes": 1}, 512, 1), ({}, 3, 1), ({}, 512, 2)],
+    ids=["buffered", "one lane", "prompt in chunks", "two threads"],
+)
+def test_other_engine_options_change_no_logit(tokens, options, n_ubatch, n_threads):
+    cut = tokens[:32]
+    with Engine(n_threads=n_threads, n_ubatch=n_ubatch, **options) as engine:
+        engine.start(cell_of("1.2cycles"))
+        logits, _ = streamed_logits(engine, cut)
+    assert np.array_equal(logits, plain_logits(cut, n_ubatch, n_threads))
+
+
+def test_recording_changes_no_logit(engine, tokens, plain, tmp_path):
+    trace = record(engine, tokens, cell_of("1.2cycles"), tmp_path / "t.trace")
+    nll = trace.tokens.collect()["nll"].drop_nulls().to_numpy()
+    expected = [-log_probability(row, t) for row, t in zip(plain[1:], tokens[9:], strict=True)]
+    assert nll.tolist() == expected
+
+
+def test_a_generation_records_a_row_for_every_decoded_token(engine, tmp_path):
+    made = engine.record_generation(engine.tokenize("The module defines"), 12, cell_of("2cycles"), tmp_path / "g.trace")
+    trace = open_trace(tmp_path / "g.trace")
+    decoded = trace.tokens.collect().filter(phase=DECODE)
+    assert decoded["token"].to_list() == made
+    assert decoded["step"].to_list() == list(range(18, 18 + len(made)))
+    assert engine.detokenize(engine.tokenize("The module  defines\n")) == b"The module  defines\n"
+
+
+def test_a_long_text_is_cut_into_windows_that_are_turns():
+    graphs = list(text_graphs(30, window=12, n_ubatch=5))
+    assert [(g.turn, g.phase, g.start, g.stop, g.first_position) for g in graphs[:5]] == [
+        (0, PREFILL, 0, 5, 0),
+        (0, PREFILL, 5, 8, 5),
+        (0, DECODE, 8, 9, 8),
+        (0, DECODE, 9, 10, 9),
+        (0, DECODE, 10, 11, 10),
+    ]
+    assert [g.turn for g in graphs if g.phase == DECODE] == [0, 0, 0, 1, 1, 1]
+    assert (graphs[-1].turn, graphs[-1].start, graphs[-1].stop) == (2, 29, 30)
+    assert list(text_graphs(0, 12, 5)) == []
+
+
+def test_top_k_is_the_models_override(tokens, tmp_path):
+    with Engine(top_k=4, n_threads=THREADS) as engine:
+        with pytest.raises(InputError, match="opened with top-k 4"):
+            engine.start(cell_of("2cycles"))
+        trace = record(engine, tokens[:16], cell_of("2cycles", "top_k:k=4"), tmp_path / "k.trace")
+    assert trace.width == 4
+    assert trace.header.n_expert_used == 8
+
+
+def test_the_tensor_layout_is_checked(monkeypatch):
+    assert "matches" in ggml.check_layout()
+
+    class Other(ggml.Tensor):
+        _fields_ = (("more", ggml.ctypes.c_int64),)
+
+    monkeypatch.setattr(ggml, "Tensor", Other)
+    with pytest.raises(RunError, match=r"layout differs.*0\.3\.36.*ggml"):
+        ggml.check_layout.__wrapped__()
+
+
+# -- reads ------------------------------------------------------------------------------------------------
+
+
+def _slices(path, address, sizes):
+    offset, found = 100, []
+    for i, size in enumerate(sizes):
+        found.append(Slice(0, i, "gate", path, offset, size, address + offset, 0))
+        offset += size
+    return found
+
+
+@pytest.fixture
+def flash(tmp_path):
+    path = tmp_path / "experts.bin"
+    path.write_bytes(np.random.default_rng(0).integers(0, 256, 50_000, dtype=np.uint8).tobytes())
+    return path
+
+
+def _memory():
+    region = mmap.mmap(-1, 1 << 17)
+    return region, ctypes.addressof(ctypes.c_char.from_buffer(region))
+
+
+def test_short_reads_are_completed(flash):
+    region, address = _memory()
+
+    def short(descriptor, buffers, offset):
+        cut = memoryview(buffers[0]).cast("B")[:4096]
+        return os.preadv(descriptor, [cut], offset)
+
+    lanes = ReadLanes([flash], lanes=2, direct=False, preadv=short)
+    slices = _slices(flash, address, [20_000, 9_000])
+    reads = lanes.read(slices)
+    lanes.close()
+    assert region[100:29_100] == flash.read_bytes()[100:29_100]
+    assert [r.window_bytes for r in reads] == [20_000, 9_000]
+
+
+def test_a_read_error_names_the_offset_and_the_errno(flash):
+    _region, address = _memory()
+
+    def broken(descriptor, buffers, offset):
+        if offset > 5_000:
+            raise OSError(errno.EIO, "Input/output error")
+        return os.preadv(descriptor, buffers, offset)
+
+    lanes = ReadLanes([flash], lanes=2, direct=False, preadv=broken)
+    with pytest.raises(RunError, match=r"offset 20100 .*errno 5"):
+        lanes.read(_slices(flash, address, [20_000, 9_000]))
+    lanes.close()
+
+
+def test_a_file_that_ends_early_is_an_error(flash):
+    _region, address = _memory()
+    lanes = ReadLanes([flash], lanes=1, direct=False)
+    os.truncate(flash, 10_000)
+    with pytest.raises(RunError, match="ends before the expert does"):
+        lanes.read(_slices(flash, address, [20_000]))
+    lanes.close()
+
+
+def test_direct_reads_that_are_refused_fall_back_aloud(flash):
+    def refuse(descriptor, buffers, offset):
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    with pytest.warns(SimlabWarning, match="O_DIRECT is refused here"):
+        lanes = ReadLanes([flash], lanes=1, preadv=refuse)
+    assert not lanes.direct
+    lanes.close()
+
+
+def test_page_windows():
+    assert page_window(0, 4096) == (0, 4096)
+    assert page_window(4095, 2) == (0, 8192)
+    assert page_window(8192, 1) == (8192, 12288)
+
+
+def test_lanes_out_of_range_are_refused():
+    with pytest.raises(InputError, match="between 1 and 8"):
+        Engine(lanes=9)
+
+
+def test_a_model_is_found_by_its_kind(tmp_path):
+    model = read_gguf(EMBEDDED_MODEL)
+    assert (model.arch, model.n_layer, model.n_expert, model.n_expert_used) == ("qwen3moe", 8, 64, 8)
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(EMBEDDED_MODEL.read_bytes()[:1_000_000])
+    with pytest.raises(InputError, match="cut short"):
+        read_gguf(cut)
+    with pytest.raises(InputError, match="first shard"):
+        shard = tmp_path / "m-00002-of-00003.gguf"
+        shard.write_bytes(b"GGUF")
+        read_gguf(shard)
