@@ -1,0 +1,106 @@
+"""A sweep is one compiled program per policy code; neither cells nor tokens add one, no step calls Python."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import jax
+import numpy as np
+import pytest
+from synthetic import generate, make_header
+
+import simlab.replay.run as run
+from simlab.cells import build_cells
+from simlab.replay.kernel import first_carry, program
+from simlab.replay.run import CHUNK_ROWS, Replayer
+
+# Sizes no other test file uses, so that nothing is compiled beforehand.
+HEADER = make_header(n_layer=2, n_expert=12, k=3)
+
+
+def _grid(n: int) -> list:
+    margins = [f"{0.02 * (i + 1):g}" for i in range(n)]
+    return build_cells(budgets=[f"{10 * (i + 1)}%" for i in range(n)], margins=margins)
+
+
+def _finish(replayer: Replayer) -> None:
+    while replayer.advance():
+        pass
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    return generate(HEADER, seed=1, n_decode=20).write(tmp_path_factory.mktemp("short") / "t")
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory):
+    return generate(HEADER, seed=2, n_decode=700).write(tmp_path_factory.mktemp("long") / "t")
+
+
+def test_eight_margins_by_eight_budgets_are_one_program(short, long):
+    """One group and one compilation for 8 x 8 cells, one for 2 x 2, whatever the length of the trace."""
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, duration_secs, **kwargs: compiled.append(event) if "backend_compile" in event else None
+    )
+    try:
+        for n_cells, n_total in ((8, 1), (2, 2)):
+            cells = _grid(n_cells)
+            assert len(cells) == n_cells**2
+            for trace in (short, long):
+                replayer = Replayer(trace, cells)
+                assert len(replayer.groups) == 1
+                _finish(replayer)
+                assert program(replayer.groups[0].shape)._cache_size() == n_total
+                assert len(compiled) == n_total
+    finally:
+        jax.monitoring.clear_event_listeners()
+
+
+def test_python_steps_once_per_chunk_and_group(long, monkeypatch):
+    """No Python loop over tokens, layers or cells: a program is called once per stretch of rows."""
+    calls = []
+    real = run.program
+
+    def counting(shape):
+        calls.append(shape)
+        return real(shape)
+
+    monkeypatch.setattr(run, "program", counting)
+    for n in (2, 8):
+        calls.clear()
+        _finish(Replayer(long, _grid(n)))
+        assert len(calls) == math.ceil(long.n_rows / CHUNK_ROWS) > 2
+
+
+def test_groups_follow_the_policies_code_alone(short):
+    cells = build_cells(
+        budgets=["20%", "off", "3/layer"], routes=["original", "top_k:k=2", "top_k:k=1"]
+    ) + build_cells(budgets=["20%", "30%"], routes=["substitute:L=.1", "substitute:L=.2"], scope="per_layer")
+    groups = Replayer(short, cells).groups
+    assert [len(g.indices) for g in groups] == [3, 6, 4]
+
+
+def test_nothing_calls_back_into_python(short):
+    replayer = Replayer(
+        short, build_cells(budgets=["20%"], routes=["top_k:k=2+substitute:L=.1+drop_cold:F=1"])
+    )
+    group = replayer.groups[0]
+    rows = replayer.columns.chunk(0, short.n_rows, CHUNK_ROWS, replayer._needs)
+    text = program(group.shape).lower(group.carry, rows, group.lanes).as_text()
+    assert "stablehlo.while" in text
+    assert "callback" not in text
+    assert not re.search(r"custom_call @(?!Sharding)\w*(python|py_|xla_ffi)", text)
+
+
+def test_counters_bytes_and_positions_are_int64(short):
+    shape = Replayer(short, _grid(2)).groups[0].shape
+    carry = first_carry(shape, 4)
+    for name in ("stamp", "used", "position", "counters"):
+        assert carry[name].dtype == np.int64
+    replayer = Replayer(short, _grid(2))
+    _finish(replayer)
+    assert replayer.groups[0].carry["used"].dtype == np.int64
+    assert replayer.groups[0].lanes["total_budget"].dtype == np.int64
