@@ -340,7 +340,7 @@ def _end_labels(rows: Sequence[Mapping[str, Any]], field: str, x: str, y: str, a
         end["label_y"] = place
     return (
         alt.Chart(_data(ends))
-        .mark_text(align="left", dx=10, baseline="middle")
+        .mark_text(align="left", dx=14, baseline="middle")
         .encode(x=axis, y=alt.Y("label_y:Q"), text=f"{field}:N")
     )
 
@@ -385,7 +385,8 @@ def page(title: str, body: str, charts: Mapping[str, AnyChart]) -> str:
     specs = {name: _spec(chart) for name, chart in charts.items()}
     # Inside <script>, only "</script" and "<!--" end or change what the parser reads.
     data = json.dumps(json_value(specs), allow_nan=False).replace("<", "\\u003c")
-    library = vl_convert.javascript_bundle(None).replace("</script", "<\\/script").replace("<!--", "<\\!--")
+    library = vl_convert.javascript_bundle()  # pyright: ignore[reportCallIssue]  (its stub forgets a default)
+    library = library.replace("</script", "<\\/script").replace("<!--", "<\\!--")
     return Template(template).substitute(
         title=html.escape(title), body=body, charts=data, library=library if charts else ""
     )

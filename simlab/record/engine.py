@@ -74,6 +74,9 @@ class Engine:
             raise InputError(f"--lanes {lanes}: must lie between 1 and 8")
         check_layout()
         self.gguf = read_gguf(Path(model) if model is not None else EMBEDDED_MODEL)
+        if top_k is not None and not 1 <= top_k <= self.gguf.n_expert:
+            # llama.cpp would abort the process.
+            raise InputError(f"--top-k {top_k}: must lie between 1 and this model's {self.gguf.n_expert} experts")
         self.top_k = top_k
         self._graph = 0
         self._hook: Hook | None = None
