@@ -4,7 +4,9 @@ from simlab.policy import routing
 from simlab.types import Choice
 
 
-@routing("rerank", source="engine-semantics, section 1: with the original routing the recorded router ids stand")
+@routing(
+    "rerank", source="engine-semantics, section 1: with the original routing the recorded router ids stand"
+)
 def original(xp, candidates, row, state, knobs):
     """Leave every row to the router; nothing is reranked or counted."""
     return Choice(value=candidates.value, active=row.k < 0), state

@@ -8,7 +8,9 @@ from simlab.policy import routing
 from simlab.types import Choice, Knob
 
 
-@routing("width", knobs={"k": Knob(8, 1, 512, integer=True, help="experts per token")}, source="policies.md: top_k")
+@routing(
+    "width", knobs={"k": Knob(8, 1, 512, integer=True, help="experts per token")}, source="policies.md: top_k"
+)
 def top_k(xp, candidates, row, state, knobs):
     """k' experts per token."""
     return Choice(k=knobs.k), state

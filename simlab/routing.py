@@ -7,10 +7,13 @@ Rules: engine-semantics, sections 1 and 2.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from simlab.types import Array, Candidates, Row, Step
+import numpy as np
+
+from simlab.types import Array, Candidates, Knob, Row, Step
 
 _EXPERT_BITS = 16
 _NO_SLOT = -1
@@ -39,12 +42,12 @@ class Dropped(NamedTuple):
     state: Any
 
 
-def knob_values(step: Step, xp: Any) -> SimpleNamespace:
-    """The knobs of one step as float32 or int32 scalars of `xp`."""
+def knob_values(knobs: Mapping[str, Knob], values: Mapping[str, float]) -> SimpleNamespace:
+    """A policy's knobs as NumPy float32 or int32 scalars, by its declarations; those not given at their defaults."""
     return SimpleNamespace(
         **{
-            name: (xp.int32 if step.policy.knobs[name].integer else xp.float32)(value)
-            for name, value in step.knobs.items()
+            name: (np.int32 if knob.integer else np.float32)(values.get(name, knob.default))
+            for name, knob in knobs.items()
         }
     )
 
@@ -65,8 +68,8 @@ def selection_key(xp: Any, value: Array, tier: Array, expert: Array) -> Array:
 
 
 def take_top(xp: Any, key: Array, expert: Array, n: int) -> Array:
-    """The `n` candidates of largest key, in descending order: int32 `[n, ...]`. Keys are unique, so any method agrees."""
-    if isinstance(key, _numpy_array()):
+    """The `n` candidates of largest key, descending: int32 `[n, ...]`. Keys are unique, so any method agrees."""
+    if isinstance(key, np.ndarray):
         order = xp.argsort(-key, axis=0)[:n]
         return xp.take_along_axis(xp.broadcast_to(expert, key.shape), order, axis=0)
     picks = []
@@ -78,19 +81,20 @@ def take_top(xp: Any, key: Array, expert: Array, n: int) -> Array:
     return xp.stack(picks).astype(xp.int32)
 
 
-def _numpy_array() -> type:
-    import numpy as np
-
-    return np.ndarray
-
-
 def members(xp: Any, experts: Array, of: Array) -> Array:
     """bool `[K, ...]`: which of `experts` are among `of`; slots holding -1 are nowhere."""
     return (experts[:, None] == of[None, :]).any(axis=1) & (experts != _NO_SLOT)
 
 
 def rerank(
-    xp: Any, step: Step, knobs: SimpleNamespace, candidates: Candidates, row: Row, router: Array, armed: Array, state: Any
+    xp: Any,
+    step: Step,
+    knobs: SimpleNamespace,
+    candidates: Candidates,
+    row: Row,
+    router: Array,
+    armed: Array,
+    state: Any,
 ) -> Rerouted:
     """Run a rerank policy on rows.
 
@@ -120,7 +124,13 @@ def rerank(
 
 
 def drop(
-    xp: Any, step: Step | None, knobs: SimpleNamespace | None, slots: Candidates, row: Row, armed: Array, state: Any
+    xp: Any,
+    step: Step | None,
+    knobs: SimpleNamespace | None,
+    slots: Candidates,
+    row: Row,
+    armed: Array,
+    state: Any,
 ) -> Dropped:
     """Run a drop policy on the slots of rows; with no step, find the top slot and drop nothing.
 

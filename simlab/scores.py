@@ -59,9 +59,11 @@ def router_mass(scores: Float32, gating: Gating) -> NDArray[np.float64]:
 
 
 def router_ranking(values: Float32, picks: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Experts `[rows, n_expert]` as the router ranks them: its picks `[rows, k]` in slot order, the rest by value, then id."""
+    """Experts `[rows, n_expert]` as the router ranks them: its picks `[rows, k]` first, the rest by value, then id."""
     n_rows, n_expert = values.shape
-    key = selection_key(np, values, 0, np.broadcast_to(np.arange(n_expert, dtype=np.int32), (n_rows, n_expert)))
+    key = selection_key(
+        np, values, 0, np.broadcast_to(np.arange(n_expert, dtype=np.int32), (n_rows, n_expert))
+    )
     first = np.iinfo(np.int64).max
     for slot in reversed(range(picks.shape[1])):
         rows = np.flatnonzero(picks[:, slot] >= 0)

@@ -143,7 +143,7 @@ class RoutingPolicy:
 
 @dataclass(frozen=True)
 class EvictionPolicy:
-    """An eviction policy: what stays. Victim: smallest key, then least recent occurrence, then lower (layer, expert)."""
+    """An eviction policy: what stays. Victim: smallest key, then least recent, then lower (layer, expert)."""
 
     name: str
     key: KeyFunction

@@ -8,7 +8,9 @@ import numpy as np
 import polars as pl
 import pytest
 
-pytest.importorskip("llama_cpp", reason="the live engine's extra is not installed: pip install 'simlab[engine]'")
+pytest.importorskip(
+    "llama_cpp", reason="the live engine's extra is not installed: pip install 'simlab[engine]'"
+)
 
 from simlab.cells import build_cells
 from simlab.record.engine import EMBEDDED_MODEL, Engine
@@ -20,7 +22,16 @@ from simlab.types import Cell
 TEXT = Path(EMBEDDED_MODEL).with_name("text-b.txt").read_bytes()
 THREADS = 1
 EXECUTED = ("experts", "residency", "dropped", "weights", "read_bytes")
-COUNTERS = ("read_bytes", "window_bytes", "lookups", "hits", "reranked", "substituted", "dropped", "evictions")
+COUNTERS = (
+    "read_bytes",
+    "window_bytes",
+    "lookups",
+    "hits",
+    "reranked",
+    "substituted",
+    "dropped",
+    "evictions",
+)
 
 
 def cell_of(budget: str, route: str = "original", **options) -> Cell:

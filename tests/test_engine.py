@@ -13,8 +13,8 @@ from live import TEXT, THREADS, cell_of, plain_logits, record, streamed_logits
 
 from simlab.errors import InputError, RunError, SimlabWarning
 from simlab.record import ggml
-from simlab.record.gguf import read_gguf
 from simlab.record.engine import EMBEDDED_MODEL, Engine, log_probability
+from simlab.record.gguf import read_gguf
 from simlab.record.plan import text_graphs
 from simlab.record.reads import ReadLanes, Slice, page_window
 from simlab.trace.store import open_trace
@@ -90,9 +90,7 @@ def test_the_comparison_catches_one_overwritten_expert(engine, tokens, plain):
     engine.start(cell_of("100%"))
     logits, _ = streamed_logits(engine, tokens)
     assert np.array_equal(logits, plain)
-    layer, expert = next(
-        key for key in engine.experts.slices if engine.cache.residency(key[0])[key[1]]
-    )
+    layer, expert = next(key for key in engine.experts.slices if engine.cache.residency(key[0])[key[1]])
     engine.experts.overwrite(layer, expert, b"\x5a" * 4096)
     engine.forget_context()
     assert not np.array_equal(streamed_logits(engine, tokens)[0], plain)
@@ -120,7 +118,9 @@ def test_recording_changes_no_logit(engine, tokens, plain, tmp_path):
 
 
 def test_a_generation_records_a_row_for_every_decoded_token(engine, tmp_path):
-    made = engine.record_generation(engine.tokenize("The module defines"), 12, cell_of("2cycles"), tmp_path / "g.trace")
+    made = engine.record_generation(
+        engine.tokenize("The module defines"), 12, cell_of("2cycles"), tmp_path / "g.trace"
+    )
     trace = open_trace(tmp_path / "g.trace")
     decoded = trace.tokens.collect().filter(phase=DECODE)
     assert decoded["token"].to_list() == made

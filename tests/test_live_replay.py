@@ -71,7 +71,10 @@ def assert_same_slots(trace, cell, tmp_path):
     live = measure(trace, cell)
     for phase in ("decode", "all"):
         ours, theirs = (dataclasses.asdict(getattr(n, phase)) for n in (found.numbers, live))
-        means = {name: (ours.pop(name), theirs.pop(name)) for name in ("mass_displaced", "score_regret", "agreement")}
+        means = {
+            name: (ours.pop(name), theirs.pop(name))
+            for name in ("mass_displaced", "score_regret", "agreement")
+        }
         assert ours == theirs
         for name, (a, b) in means.items():
             assert a == pytest.approx(b, abs=1e-12), name
@@ -105,7 +108,9 @@ def test_a_prompt_in_chunks_replays_too(tokens, tmp_path):
     assert trace.tokens.filter(phase=PREFILL).collect().height == 3
     last = max(trace.header.moe_layers)
     chunks = trace.routing.filter(phase=PREFILL, layer=last).collect()
-    assert chunks["pos_in_graph"].to_list() == [1], "the last layer routes only the token whose output was asked for"
+    assert chunks["pos_in_graph"].to_list() == [1], (
+        "the last layer routes only the token whose output was asked for"
+    )
     assert_same_slots(trace, cell, tmp_path)
 
 
@@ -145,7 +150,9 @@ def least_used(xp, state, last_position, batch, knobs):
 def test_a_users_file_runs_live_and_in_replay(engine, tokens, tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(USER_POLICIES)
-    cell = build_cells(budgets=["2cycles"], routes=[f"{path}:bonus=0.75+drop_cold:F=0.75"], evicts=[str(path)])[0]
+    cell = build_cells(
+        budgets=["2cycles"], routes=[f"{path}:bonus=0.75+drop_cold:F=0.75"], evicts=[str(path)]
+    )[0]
     trace = record(engine, tokens[:32], cell, tmp_path / "u.trace")
     numbers = assert_same_slots(trace, cell, tmp_path)
     assert numbers.decode.substituted > 0
@@ -182,7 +189,10 @@ def test_reads_and_times_add_up(engine, tokens, tmp_path):
         assert (reads["window_bytes"] % 4096 == 0).all()
         assert (reads["offset"] % 4096 == 0).all()
     summed = reads.group_by("graph").agg(pl.col("window_bytes").sum()).sort("graph")
-    assert summed["window_bytes"].to_list() == per_graph.filter(pl.col("window_bytes") > 0)["window_bytes"].to_list()
+    assert (
+        summed["window_bytes"].to_list()
+        == per_graph.filter(pl.col("window_bytes") > 0)["window_bytes"].to_list()
+    )
     for _, lane in reads.group_by("lane"):
         lane = lane.sort("start_ns")
         ends = (lane["start_ns"] + lane["latency_ns"]).to_numpy()[:-1]
@@ -207,6 +217,7 @@ def test_resident_memory_is_the_cached_entries_pages(engine, tokens, budget):
     memory, cache = engine.experts, engine.cache
     layers = engine.header().moe_layers
     widest = max(memory.page_bytes(*entry) for entry in memory.slices)
+    cached: list[tuple[int, int]] = []
     one_batch = 8 * widest  # the k experts of one token at one layer
     for at in range(0, 24, 8):
         engine.forget_context()

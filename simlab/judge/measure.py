@@ -29,14 +29,16 @@ def measure(trace: Trace, cell: Cell) -> CellNumbers:
     routing = trace.routing.select("experts", "dropped", "read_bytes").collect()
     for name in routing.columns:
         if routing[name].null_count():
-            raise InputError(f"{trace.path}/routing: '{name}' is unknown in some rows, this run cannot be measured")
+            raise InputError(
+                f"{trace.path}/routing: '{name}' is unknown in some rows, this run cannot be measured"
+            )
     header, columns = trace.header, TraceColumns(trace)
     k = effective_k(cell.route, header)
     budget = resolve_budget(cell.budget, cell.scope, header, k)
     rows = _row_counts(trace, columns, routing)
     tokens = trace.tokens.filter(pl.col("turn") != THROW_AWAY_TURN).collect()
     decode_tokens = tokens.filter(pl.col("phase") == DECODE)
-    wall = decode_tokens["wall_ns"].drop_nulls()
+    wall_ns = decode_tokens["wall_ns"].drop_nulls().to_list()
     nll = decode_tokens["nll"].mean()
     mean_nll = float(nll) if isinstance(nll, (int, float)) else None
     return CellNumbers(
@@ -47,8 +49,8 @@ def measure(trace: Trace, cell: Cell) -> CellNumbers:
         top_k=k,
         decode=_phase(columns, rows.filter("decode"), decode_tokens, [True], budget.off),
         all=_phase(columns, rows, tokens, [True, False], budget.off),
-        tok_s=1e9 * len(wall) / wall.sum() if len(wall) else None,
-        wall_ms_per_token=wall.sum() / len(wall) / 1e6 if len(wall) else None,
+        tok_s=1e9 * len(wall_ns) / sum(wall_ns) if wall_ns else None,
+        wall_ms_per_token=sum(wall_ns) / len(wall_ns) / 1e6 if wall_ns else None,
         read_wait_ms_per_token=_mean_ms(decode_tokens["read_wait_ns"]),
         ppl=math.exp(mean_nll) if mean_nll is not None else None,
         nll=mean_nll,
@@ -111,7 +113,9 @@ def _lost(share: np.ndarray, router: np.ndarray, ran: np.ndarray) -> np.ndarray:
     """Sum of a share over the router's picks minus that over what ran, slot by slot: 0 where nothing changed."""
 
     def of(ids: np.ndarray) -> np.ndarray:
-        picked = np.where(ids >= 0, np.take_along_axis(share, np.maximum(ids, 0).astype(np.int64), axis=1), 0.0)
+        picked = np.where(
+            ids >= 0, np.take_along_axis(share, np.maximum(ids, 0).astype(np.int64), axis=1), 0.0
+        )
         return np.pad(picked, ((0, 0), (0, n - ids.shape[1])))
 
     n = max(router.shape[1], ran.shape[1])
@@ -123,10 +127,15 @@ def _phase(
 ) -> PhaseNumbers:
     n_tokens = sum(columns.n_tokens(decode) for decode in phases)
     events = sum(columns.n_events(decode) for decode in phases)
-    total = {name: int(tokens[name].sum()) for name in ("lookups", "hits", "reranked", "substituted", "dropped", "evictions")}
+    total = {
+        name: int(tokens[name].sum())
+        for name in ("lookups", "hits", "reranked", "substituted", "dropped", "evictions")
+    }
     misses, cold = int(rows["misses"].sum()), int(rows["cold"].sum())
     if misses != total["lookups"] - total["hits"]:
-        raise InputError(f"{columns.trace.path}: {misses} reads in routing, but {total['lookups'] - total['hits']} misses in tokens")
+        raise InputError(
+            f"{columns.trace.path}: {misses} reads in routing, but {total['lookups'] - total['hits']} misses in tokens"
+        )
     read_mib = int(rows["read_bytes"].sum()) / MIB
 
     def mean(name: str) -> float | None:

@@ -32,7 +32,9 @@ def pick_along(numbers: Sequence[CellNumbers], n: int) -> list[int]:
     front = trade_off_front(numbers)
     if len(front) <= n:
         return front
-    points = np.array([[numbers[i].decode.misses, numbers[i].decode.mass_displaced] for i in front], dtype=np.float64)
+    points = np.array(
+        [[numbers[i].decode.misses, numbers[i].decode.mass_displaced] for i in front], dtype=np.float64
+    )
     span = np.ptp(points, axis=0)
     steps = np.abs(np.diff(points, axis=0)) / np.where(span > 0, span, 1)
     along = np.concatenate([[0.0], np.cumsum(np.hypot(steps[:, 0], steps[:, 1]))])

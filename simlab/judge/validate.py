@@ -23,7 +23,7 @@ from simlab.record.plan import PlannedGraph
 from simlab.record.recorder import Recorder
 from simlab.replay.run import TraceLike, sweep
 from simlab.trace.store import Trace, TraceWriter, open_trace
-from simlab.types import DECODE, THROW_AWAY_TURN, Cell, Comparison
+from simlab.types import THROW_AWAY_TURN, Cell, Comparison
 
 
 def validate(
@@ -81,7 +81,9 @@ def planned_graphs(trace: Trace) -> list[tuple[PlannedGraph, list[int], int | No
         .collect()
     )
     if rows.is_empty() or rows["token"].null_count() or (rows["token"] < 0).any():
-        raise InputError(f"{trace.path}/routing: carries no token ids, so it cannot be run live; record it with simlab record")
+        raise InputError(
+            f"{trace.path}/routing: carries no token ids, so it cannot be run live; record it with simlab record"
+        )
     following = dict(trace.tokens.select("graph", "next_token").collect().iter_rows())
     groups = rows.group_by("graph", maintain_order=True).agg(
         pl.col("turn", "phase").first(), pl.col("step").first(), pl.col("token")
@@ -117,9 +119,13 @@ def run_live(
 
 def _check_model(trace: Trace, model: Path) -> None:
     if trace.header.engine != "simlab":
-        raise InputError(f"{trace.path}: was not recorded by simlab, so its token ids and graphs are not known")
+        raise InputError(
+            f"{trace.path}: was not recorded by simlab, so its token ids and graphs are not known"
+        )
     if trace.header.model != model.name:
-        raise InputError(f"{trace.path}: was recorded with {trace.header.model}, not {model.name}; name that model")
+        raise InputError(
+            f"{trace.path}: was recorded with {trace.header.model}, not {model.name}; name that model"
+        )
 
 
 def validate_command(args: argparse.Namespace) -> None:

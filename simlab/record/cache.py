@@ -68,7 +68,9 @@ class LiveCache:
         """bool `[n_expert]` of one layer index, a copy: the snapshot a batch decides on."""
         return self.resident[layer * self.n_expert : (layer + 1) * self.n_expert].copy()
 
-    def run_batch(self, layer: int, walk: np.ndarray, dropped: np.ndarray, weights: np.ndarray) -> BatchOutcome:
+    def run_batch(
+        self, layer: int, walk: np.ndarray, dropped: np.ndarray, weights: np.ndarray
+    ) -> BatchOutcome:
         """Look up, insert and evict for one batch.
 
         Args:
@@ -98,7 +100,12 @@ class LiveCache:
                         hits += 1
                     else:
                         misses.append(expert)
-                if expert in first_seen and expert not in charged and not drops[row][slot] and not self.resident[entry]:
+                if (
+                    expert in first_seen
+                    and expert not in charged
+                    and not drops[row][slot]
+                    and not self.resident[entry]
+                ):
                     charged[expert] = (row, slot)
             if self._policy.touch is not None:
                 self._touch(start, layer, walk[:, row], weights[:, row], first_seen)
@@ -112,7 +119,9 @@ class LiveCache:
         self._batch += 1
         return BatchOutcome(len(seen), hits, misses, charged, evicted)
 
-    def _touch(self, start: int, layer: int, walk: np.ndarray, weights: np.ndarray, first_seen: set[int]) -> None:
+    def _touch(
+        self, start: int, layer: int, walk: np.ndarray, weights: np.ndarray, first_seen: set[int]
+    ) -> None:
         experts = np.unique(walk[walk >= 0])
         entries = start + experts
         first = np.array([int(e) in first_seen for e in experts], dtype=bool)
@@ -126,7 +135,9 @@ class LiveCache:
             expert=experts.astype(np.int32),
         )
         assert self._policy.touch is not None
-        new = self._policy.touch(np, {name: a[entries] for name, a in self._state.items()}, access, self._knobs)
+        new = self._policy.touch(
+            np, {name: a[entries] for name, a in self._state.items()}, access, self._knobs
+        )
         for name, values in new.items():
             self._state[name][entries] = values
 

@@ -18,7 +18,12 @@ from simlab.types import Gating, ScoreSpace, WeightRule
 
 _EXPERT_TENSOR = re.compile(r"^blk\.(\d+)\.(ffn_\w*_exps)\.weight$")
 _NODE = re.compile(r"^(ffn_moe_\w+)-(\d+)$")
-_WEIGHT_CHAIN = ("ffn_moe_weights", "ffn_moe_weights_softmax", "ffn_moe_weights_norm", "ffn_moe_weights_scaled")
+_WEIGHT_CHAIN = (
+    "ffn_moe_weights",
+    "ffn_moe_weights_softmax",
+    "ffn_moe_weights_norm",
+    "ffn_moe_weights_scaled",
+)
 _CLAMP_MIN = 6.103515625e-5  # the F16 minimum llama.cpp clamps a weight sum to
 
 
@@ -94,7 +99,9 @@ class Discovery:
         op = op_codes()
         tensor = Tensor.from_address(pointer)
         if tensor.type != F32:
-            raise RunError(f"{self._model}: the router's scores are not float32; simlab cannot read this routing")
+            raise RunError(
+                f"{self._model}: the router's scores are not float32; simlab cannot read this routing"
+            )
         if tensor.op == op["SOFT_MAX"]:
             return "softmax", "prob"
         seen = tensor
@@ -121,13 +128,19 @@ class Discovery:
             raise self.error
         layers = {i: layer for i, layer in self._layers.items() if layer.top_k}
         if not layers or not self._experts:
-            raise RunError(f"{self._model}: no node named ffn_moe_topk-<layer> in its graph; its routing cannot be read")
+            raise RunError(
+                f"{self._model}: no node named ffn_moe_topk-<layer> in its graph; its routing cannot be read"
+            )
         if set(layers) != set(self._experts):
             odd = sorted(set(layers) ^ set(self._experts))
-            raise RunError(f"{self._model}: layers {odd} have experts without a routing node, or one without the other")
+            raise RunError(
+                f"{self._model}: layers {odd} have experts without a routing node, or one without the other"
+            )
         rules = {self._rule(i, layer) for i, layer in layers.items()}
         if len(rules) != 1:
-            raise RunError(f"{self._model}: its layers route by different rules; simlab records one rule per model")
+            raise RunError(
+                f"{self._model}: its layers route by different rules; simlab records one rule per model"
+            )
         gating, space, separate, rule = rules.pop()
         return Routing(
             gating,
@@ -141,7 +154,9 @@ class Discovery:
 
     def _rule(self, index: int, layer: _Layer) -> tuple[Gating, ScoreSpace, bool, WeightRule]:
         if not layer.chain:
-            raise RunError(f"{self._model}: layer {index} applies no routing weights (no node ffn_moe_weights)")
+            raise RunError(
+                f"{self._model}: layer {index} applies no routing weights (no node ffn_moe_weights)"
+            )
         normalise = "ffn_moe_weights_norm" in layer.chain
         rule = WeightRule(
             softmax_over_selected="ffn_moe_weights_softmax" in layer.chain,

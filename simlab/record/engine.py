@@ -29,7 +29,7 @@ from simlab.record.reads import ReadLanes
 from simlab.record.recorder import GraphPlace, Recorder
 from simlab.routing import knob_values
 from simlab.trace.store import TraceWriter
-from simlab.types import DECODE, Cell, ResolvedBudget, Step, TraceHeader
+from simlab.types import DECODE, Cell, ResolvedBudget, TraceHeader
 
 EMBEDDED_MODEL = Path(__file__).resolve().parent.parent / "data" / "tiny-moe-q8_0.gguf"
 _MIB = 1 << 20
@@ -76,7 +76,9 @@ class Engine:
         self.gguf = read_gguf(Path(model) if model is not None else EMBEDDED_MODEL)
         if top_k is not None and not 1 <= top_k <= self.gguf.n_expert:
             # llama.cpp would abort the process.
-            raise InputError(f"--top-k {top_k}: must lie between 1 and this model's {self.gguf.n_expert} experts")
+            raise InputError(
+                f"--top-k {top_k}: must lie between 1 and this model's {self.gguf.n_expert} experts"
+            )
         self.top_k = top_k
         self._graph = 0
         self._hook: Hook | None = None
@@ -154,7 +156,9 @@ class Engine:
                 "dense_bytes": {
                     i: g.layer_bytes(i) - g.n_expert * entry_bytes.get(i, 0) for i in range(g.n_layer)
                 },
-                "budget_bytes": resolve_budget(cell.budget, cell.scope, base, effective_k(cell.route, base)).total_bytes,
+                "budget_bytes": resolve_budget(
+                    cell.budget, cell.scope, base, effective_k(cell.route, base)
+                ).total_bytes,
                 "route": cell.route.name,
                 "knobs": cell.route.knobs,
                 "evict": cell.evict,
@@ -181,17 +185,18 @@ class Engine:
         header = self.header()
         k = effective_k(cell.route, header)
         if k != (self.top_k or header.n_expert_used):
-            raise InputError(f"this engine was opened with top-k {self.top_k or header.n_expert_used}, the cell asks for {k}")
+            raise InputError(
+                f"this engine was opened with top-k {self.top_k or header.n_expert_used}, the cell asks for {k}"
+            )
         for layer, expert in self._experts.slices:
             self._experts.release(layer, expert)
         eviction = find_eviction(cell.evict)
-        knobs = {name: cell.evict_knobs.get(name, knob.default) for name, knob in eviction.knobs.items()}
         self._cache = LiveCache(
             np.array([header.entry_bytes[i] for i in header.moe_layers], dtype=np.int64),
             header.n_expert,
             resolve_budget(cell.budget, cell.scope, header, k),
             eviction,
-            knob_values(Step(eviction, knobs), np),
+            knob_values(eviction.knobs, cell.evict_knobs),
         )
         self._hook = Hook(self.routing, header, self._experts, self._lanes, self._cache, cell.route, k)
         self._graph = 0
@@ -215,18 +220,26 @@ class Engine:
         return results
 
     def generate(
-        self, prompt: Sequence[int], n: int, recorder: Recorder | None = None, turn: int = 0, progress: Any = None
+        self,
+        prompt: Sequence[int],
+        n: int,
+        recorder: Recorder | None = None,
+        turn: int = 0,
+        progress: Any = None,
     ) -> list[int]:
         """Greedy generation: the prompt as prefill, then up to `n` decoded tokens; returns those tokens."""
         if len(prompt) + n > self.n_ctx:
-            raise InputError(f"{len(prompt)} prompt tokens and {n} more do not fit a context of {self.n_ctx}; raise --ctx")
+            raise InputError(
+                f"{len(prompt)} prompt tokens and {n} more do not fit a context of {self.n_ctx}; raise --ctx"
+            )
         if not prompt:
             raise InputError("--prompt: has no tokens")
         self._llama.clear()
         result = None
         for plan in chunks(turn, 0, len(prompt), 0, self._llama.n_ubatch):
             result = self.run_graph(plan, prompt[plan.start : plan.stop], None, recorder)
-        assert result is not None and result.logits is not None
+        assert result is not None
+        assert result.logits is not None
         made: list[int] = []
         for i in range(n):
             token = int(np.argmax(result.logits))
@@ -246,7 +259,11 @@ class Engine:
         self._llama.clear()
 
     def run_graph(
-        self, plan: PlannedGraph, tokens: Sequence[int], next_token: int | None, recorder: Recorder | None = None
+        self,
+        plan: PlannedGraph,
+        tokens: Sequence[int],
+        next_token: int | None,
+        recorder: Recorder | None = None,
     ) -> GraphResult:
         """Evaluate one graph under the session's cell.
 

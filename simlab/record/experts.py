@@ -18,7 +18,12 @@ from simlab.record.gguf import GgufModel
 from simlab.record.reads import PAGE, Slice, page_window
 
 _MAP_NORESERVE = 0x4000
-_SHORT_NAMES = {"ffn_gate_exps": "gate", "ffn_up_exps": "up", "ffn_down_exps": "down", "ffn_gate_up_exps": "gate_up"}
+_SHORT_NAMES = {
+    "ffn_gate_exps": "gate",
+    "ffn_up_exps": "up",
+    "ffn_down_exps": "down",
+    "ffn_gate_up_exps": "gate_up",
+}
 
 
 class ExpertMemory:
@@ -35,12 +40,12 @@ class ExpertMemory:
         self.slices: dict[tuple[int, int], tuple[Slice, ...]] = {}
         """Per (model layer, expert), its projections."""
         for layer, by_suffix in sorted(tensors.items()):
-            columns = [self._take_over(model, layer, suffix, pointer) for suffix, pointer in by_suffix.items()]
+            columns = [
+                self._take_over(model, layer, suffix, pointer) for suffix, pointer in by_suffix.items()
+            ]
             for expert, parts in enumerate(zip(*columns, strict=True)):
                 self.slices[layer, expert] = parts
-        self.entry_bytes = {
-            layer: sum(s.size for s in self.slices[layer, 0]) for layer in sorted(tensors)
-        }
+        self.entry_bytes = {layer: sum(s.size for s in self.slices[layer, 0]) for layer in sorted(tensors)}
         """Exact bytes of one entry per layer."""
 
     def _take_over(self, model: GgufModel, layer: int, suffix: str, pointer: int) -> list[Slice]:

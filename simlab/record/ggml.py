@@ -63,7 +63,9 @@ def libraries() -> tuple[ctypes.CDLL, Any]:
     folder = Path(llama.__file__).parent / "lib"
     found = [p for pattern in ("libggml-base.so", "libggml-base.dylib") for p in folder.glob(pattern)]
     if not found:
-        raise RunError(f"{folder}: llama-cpp-python {version('llama-cpp-python')} ships no libggml-base; reinstall it")
+        raise RunError(
+            f"{folder}: llama-cpp-python {version('llama-cpp-python')} ships no libggml-base; reinstall it"
+        )
     base = ctypes.CDLL(str(found[0]))
     signatures = {
         "ggml_tensor_overhead": (ctypes.c_size_t, []),
@@ -75,7 +77,14 @@ def libraries() -> tuple[ctypes.CDLL, Any]:
         "ggml_new_tensor_3d": (ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_int] + [ctypes.c_int64] * 3),
         "ggml_view_2d": (
             ctypes.c_void_p,
-            [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_size_t, ctypes.c_size_t],
+            [
+                ctypes.c_void_p,
+                ctypes.c_void_p,
+                ctypes.c_int64,
+                ctypes.c_int64,
+                ctypes.c_size_t,
+                ctypes.c_size_t,
+            ],
         ),
         "ggml_set_name": (ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_char_p]),
         "ggml_get_name": (ctypes.c_void_p, [ctypes.c_void_p]),
@@ -201,7 +210,7 @@ def memory(address: int, size: int) -> ctypes.Array[ctypes.c_char]:
 def rows_of(tensor: Tensor, columns: int, rows: int, row_stride: int, dtype: type) -> np.ndarray:
     """A writable NumPy view `[rows, columns]` of 4-byte elements, by the tensor's own strides, nothing copied."""
     size = row_stride * (rows - 1) + 4 * columns
-    flat = np.frombuffer(memory(tensor.data, size), dtype=dtype)
+    flat = np.frombuffer(memoryview(memory(tensor.data, size)), dtype=dtype)
     if rows == 1:
         return flat.reshape(1, columns)
     return np.lib.stride_tricks.as_strided(flat, (rows, columns), (row_stride, 4))

@@ -72,8 +72,12 @@ def read_gguf(path: Path) -> GgufModel:
             values = found
     n_expert, n_used = values["expert_count"], values["expert_used_count"]
     if not n_expert or not n_used:
-        raise InputError(f"{path}: a {values['arch']} model without experts; simlab streams mixture-of-experts models only")
-    return GgufModel(path, str(values["arch"]), int(values["block_count"] or 0), int(n_expert), int(n_used), tensors)
+        raise InputError(
+            f"{path}: a {values['arch']} model without experts; simlab streams mixture-of-experts models only"
+        )
+    return GgufModel(
+        path, str(values["arch"]), int(values["block_count"] or 0), int(n_expert), int(n_used), tensors
+    )
 
 
 def _shards(path: Path) -> list[Path]:
@@ -83,7 +87,8 @@ def _shards(path: Path) -> list[Path]:
     if int(match["index"]) != 1:
         raise InputError(f"{path}: give the first shard, {match['stem']}-00001-of-{match['count']}.gguf")
     return [
-        path.with_name(f"{match['stem']}-{i:05d}-of-{match['count']}.gguf") for i in range(1, int(match["count"]) + 1)
+        path.with_name(f"{match['stem']}-{i:05d}-of-{match['count']}.gguf")
+        for i in range(1, int(match["count"]) + 1)
     ]
 
 
@@ -97,14 +102,19 @@ def _read_one(path: Path, tensors: dict[str, TensorPlace]) -> dict[str, int | st
         end_of_file = path.stat().st_size
         for i in range(base.gguf_get_n_tensors(context)):
             name = base.gguf_get_tensor_name(context, i).decode()
-            place = TensorPlace(path, data + base.gguf_get_tensor_offset(context, i), base.gguf_get_tensor_size(context, i))
+            place = TensorPlace(
+                path, data + base.gguf_get_tensor_offset(context, i), base.gguf_get_tensor_size(context, i)
+            )
             if place.offset + place.size > end_of_file:
                 raise InputError(f"{path}: cut short, tensor {name} ends beyond the end of the file")
             tensors[name] = place
         arch = _value(base, context, "general.architecture")
         return {
             "arch": arch,
-            **{k: _value(base, context, f"{arch}.{k}") for k in ("block_count", "expert_count", "expert_used_count")},
+            **{
+                k: _value(base, context, f"{arch}.{k}")
+                for k in ("block_count", "expert_count", "expert_used_count")
+            },
         }
     finally:
         base.gguf_free(context)

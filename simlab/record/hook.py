@@ -25,7 +25,7 @@ from simlab.record.ggml import NAME_OFFSET, Tensor, rows_of
 from simlab.record.reads import FinishedRead, ReadLanes
 from simlab.routing import Dropped, drop, drop_armed, knob_values, rerank
 from simlab.scores import applied_weights, gate_numerators, ranking_values, router_ranking, row_statistics
-from simlab.types import DECODE, Candidates, Route, Row, Step, TraceHeader
+from simlab.types import DECODE, Array, Candidates, Route, Row, ScoreSpace, Step, TraceHeader
 
 
 class RoutingEvent(NamedTuple):
@@ -62,7 +62,8 @@ class _Pending(NamedTuple):
     """A batch between its top-k and its weights."""
 
     layer: int
-    index: int
+    at: int
+    """Its index among the MoE layers."""
     ids: np.ndarray
     scores: np.ndarray
     router: np.ndarray
@@ -91,8 +92,7 @@ class Hook:
         self._experts, self._lanes, self._cache = experts, lanes, cache
         self._k = k
         self._rerank, self._drop = route.step("rerank"), route.step("drop")
-        self._rerank_knobs = knob_values(self._rerank, np) if self._rerank else SimpleNamespace()
-        self._drop_knobs = knob_values(self._drop, np) if self._drop else None
+        self._rerank_knobs, self._drop_knobs = _knobs(self._rerank), _knobs(self._drop)
         self._index = {layer: i for i, layer in enumerate(header.moe_layers)}
         self._ids = np.arange(header.n_expert, dtype=np.int32)
         self._rerank_state = self._new_state(self._rerank)
@@ -101,14 +101,14 @@ class Hook:
         self._pending: _Pending | None = None
         self._uncached: list[tuple[int, int]] = []
         self._gate: np.ndarray | None = None
-        self._space = routing.score_space
+        self._space: ScoreSpace = routing.score_space
         self._needs_scores = bool(route.needs & {"scores", "rank"})
         self.error: BaseException | None = None
         self.tally = GraphTally()
         self.phase = DECODE
         self.on_batch: Callable[[RoutingEvent, Sequence[FinishedRead]], None] | None = None
 
-    def _new_state(self, step) -> list[dict[str, np.ndarray]]:
+    def _new_state(self, step) -> list[dict[str, Array]]:
         names = step.policy.state if step else {}
         return [{n: np.float32(v) for n, v in names.items()} for _ in self._index]
 
@@ -181,7 +181,13 @@ class Hook:
         return values, Row(k, layer, statistics.top, statistics.range, n_resident)
 
     def _substitute(
-        self, step: Step, scores: np.ndarray, values: np.ndarray, row: Row, router: np.ndarray, resident: np.ndarray
+        self,
+        step: Step,
+        scores: np.ndarray,
+        values: np.ndarray,
+        row: Row,
+        router: np.ndarray,
+        resident: np.ndarray,
     ) -> np.ndarray:
         """The executed ids `[k, rows]` after the rerank policy; `router` itself where nothing changed."""
         n_expert, n_rows = values.shape[1], values.shape[0]
@@ -189,9 +195,13 @@ class Hook:
         candidates = Candidates(
             value=values.T,
             expert=np.broadcast_to(self._ids[:, None], (n_expert, n_rows)),
-            rank=self._ranks(values, router) if "rank" in needs else np.zeros((n_expert, n_rows), dtype=np.int32),
+            rank=self._ranks(values, router)
+            if "rank" in needs
+            else np.zeros((n_expert, n_rows), dtype=np.int32),
             resident=np.broadcast_to(resident[:, None], (n_expert, n_rows)),
-            weight=self._own_weights(scores, router) if "weights" in needs else np.zeros((n_expert, n_rows), np.float32),
+            weight=self._own_weights(scores, router)
+            if "weights" in needs
+            else np.zeros((n_expert, n_rows), np.float32),
         )
         # A policy with state sees rows one after the other, as the replayer's scan does.
         groups = [slice(i, i + 1) for i in range(n_rows)] if step.policy.state else [slice(0, n_rows)]
@@ -228,7 +238,9 @@ class Hook:
         """`[n_expert, rows]`: the weights of the router's own picks, rebuilt; the graph has not made them yet."""
         rule = self._routing.weight_rule
         if self._routing.separate_gate:
-            raise RunError("a rerank policy that needs weights cannot run where the gate is a tensor of its own")
+            raise RunError(
+                "a rerank policy that needs weights cannot run where the gate is a tensor of its own"
+            )
         numerators = np.take_along_axis(gate_numerators(scores, rule).T, router, axis=0)
         found = np.zeros((scores.shape[1], scores.shape[0]), dtype=np.float32)
         np.put_along_axis(found, router, applied_weights(np, numerators, router >= 0, rule), axis=0)
@@ -250,12 +262,16 @@ class Hook:
         if batch is None:
             return
         if batch.layer != layer:
-            raise RunError(f"layer {layer}: its weights came before its routing; this graph cannot be streamed")
+            raise RunError(
+                f"layer {layer}: its weights came before its routing; this graph cannot be streamed"
+            )
         k, n_rows = batch.router.shape
         node = Tensor.from_address(pointer)
         # [1, k, n] or [k, n]: the same bytes in the same order, told apart only by their extents.
         if node.ne[0] * node.ne[1] * node.ne[2] != k * n_rows:
-            raise RunError(f"layer {layer}: the weights are {list(node.ne)}, expected {k} for each of {n_rows} rows")
+            raise RunError(
+                f"layer {layer}: the weights are {list(node.ne)}, expected {k} for each of {n_rows} rows"
+            )
         live = rows_of(node, k, n_rows, 4 * k, np.float32)
         weights = live.T.copy()
         residency = batch.resident[batch.experts]
@@ -267,7 +283,7 @@ class Hook:
                 applied = self._apply_drop(weights, dropped)
                 live[:] = applied.T
                 batch.ids[:] = walk.T
-        looked_up = self._cache.run_batch(batch.index, walk, dropped, applied)
+        looked_up = self._cache.run_batch(batch.at, walk, dropped, applied)
         self.release_uncached()
         for at, expert in looked_up.evicted:
             self._experts.release(self._header.moe_layers[at], expert)
@@ -304,7 +320,9 @@ class Hook:
 
     def _drop_slots(self, step: Step, batch: _Pending, weights: np.ndarray, residency: np.ndarray) -> Dropped:
         if np.isnan(weights).any():
-            raise RunError(f"layer {batch.layer}: a routing weight is NaN; {step.policy.name} cannot decide on it")
+            raise RunError(
+                f"layer {batch.layer}: a routing weight is NaN; {step.policy.name} cannot decide on it"
+            )
         armed = drop_armed(np, step, self._drop_knobs, np.full(weights.shape[1], self.phase == DECODE))
         slots = Candidates(
             value=weights,
@@ -313,8 +331,8 @@ class Hook:
             resident=residency,
             weight=weights,
         )
-        found = drop(np, step, self._drop_knobs, slots, batch.row, armed, self._drop_state[batch.index])
-        self._drop_state[batch.index] = found.state
+        found = drop(np, step, self._drop_knobs, slots, batch.row, armed, self._drop_state[batch.at])
+        self._drop_state[batch.at] = found.state
         return found
 
     def _apply_drop(self, weights: np.ndarray, dropped: np.ndarray) -> np.ndarray:
@@ -334,3 +352,7 @@ class Hook:
         for layer, expert in self._uncached:
             self._experts.release(layer, expert)
         self._uncached = []
+
+
+def _knobs(step: Step | None) -> SimpleNamespace:
+    return knob_values(step.policy.knobs, step.knobs) if step else SimpleNamespace()

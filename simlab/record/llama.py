@@ -88,7 +88,9 @@ class Llama:
         context.no_perf = True
         if on_node is not None:
             # The ctypes object must outlive the context.
-            self._callback = llama.ggml_backend_sched_eval_callback(lambda tensor, ask, _user: on_node(tensor, ask))
+            self._callback = llama.ggml_backend_sched_eval_callback(
+                lambda tensor, ask, _user: on_node(tensor, ask)
+            )
             context.cb_eval = self._callback
         self._context = llama.llama_init_from_model(self._model, context)
         if not self._context:
@@ -118,7 +120,9 @@ class Llama:
         """Whether this token ends a generation."""
         return bool(self._llama.llama_vocab_is_eog(self._vocab, token))
 
-    def decode(self, tokens: Sequence[int], first_position: int, output_last: bool = True) -> np.ndarray | None:
+    def decode(
+        self, tokens: Sequence[int], first_position: int, output_last: bool = True
+    ) -> np.ndarray | None:
         """Evaluate one graph of at most `n_ubatch` tokens; the logits `[n_vocab]` of its last token, or None.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Cutting a text or a prompt into graphs, as engine-semantics, section 5, asks: skip tokens of prefill, then step by step."""
+"""Cutting a text or a prompt into graphs: a short prefill, then step by step (engine-semantics, section 5)."""
 
 from __future__ import annotations
 

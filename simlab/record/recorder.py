@@ -90,7 +90,9 @@ class Recorder:
         if time.monotonic() - self._flushed > _FLUSH_SECONDS:
             self.flush()
 
-    def _routing_columns(self, place: GraphPlace, where: dict[str, int], event: RoutingEvent) -> dict[str, Any]:
+    def _routing_columns(
+        self, place: GraphPlace, where: dict[str, int], event: RoutingEvent
+    ) -> dict[str, Any]:
         n = len(event.router_experts)
         # The last layer may route only the tokens whose output was asked for.
         rows = np.arange(n) if n == len(place.tokens) else np.array([len(place.tokens) - 1] * n)
