@@ -56,7 +56,7 @@ _READ_TITLE = "Read from flash (MiB per decode token)"
 def budget_label(numbers: CellNumbers) -> str:
     """A budget as written and in the other unit: `2 cycles (3.2 MiB)`, `2000 MiB (2.5 cycles)`."""
     budget = numbers.cell.budget
-    mib = f"{mib_text(numbers.budget_mib)} MiB"
+    mib = f"{size_text(numbers.budget_mib)} MiB"
     return {
         "off": "no cache",
         "bytes": f"{mib} ({numbers.budget_cycles:.3g} cycles)",
@@ -83,11 +83,15 @@ def route_label(cell: Cell) -> str:
     return ", ".join(words) or "original routing"
 
 
-def mib_text(value: float) -> str:
-    """MiB with three digits that say something."""
-    digits = 0 if value >= 100 else 1 if value >= 10 else 2
-    text = f"{value:,.{digits}f}"
-    return text[:-1] if digits == 2 and text.endswith("0") and value >= 1 else text
+def rate_text(value: float) -> str:
+    """MiB per token, tokens per second: decimals by size, so that a column of like numbers lines up."""
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 0.1 else 3
+    return f"{value:,.{digits}f}"
+
+
+def size_text(value: float) -> str:
+    """MiB of a size that was chosen, three digits without trailing zeros: `2,000`, `3.19`, `8`."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def source_label(numbers: Sequence[CellNumbers]) -> str:
@@ -181,7 +185,7 @@ def margin_chart(numbers: Sequence[CellNumbers]) -> alt.LayerChart:
     rows = [r for r in reversed(found.values()) if r["margin"] is not None and r["miss"] is not None]
     rows.sort(key=lambda r: (r["size"], r["series"], r["margin"]))
     ticks = sorted({r["margin"] for r in rows})
-    axis = alt.Axis(values=ticks, format="~g", labelOverlap=True)
+    axis = alt.Axis(values=ticks, format=".3~r", labelOverlap=True)
     x = alt.X("margin:Q").title(_MARGIN_TITLE).axis(axis)
     y = alt.Y("miss:Q").title("Decode miss rate (% of lookups)").scale(zero=True)
     colour = _colour("series", rows)
@@ -191,9 +195,8 @@ def margin_chart(numbers: Sequence[CellNumbers]) -> alt.LayerChart:
         .mark_circle(size=55, opacity=1)
         .encode(x=x, y=y, color=colour, tooltip=_TOOLTIP)
     )
-    labels = _end_labels(rows, "series", "margin", "miss", x)
     return _finish(
-        _layer(lines, points, labels),
+        _layer(lines, points, *_end_labels(rows, x, y, colour)),
         "Decode miss rate against margin, by cache budget",
         _subtitle(numbers),
     )
@@ -211,10 +214,12 @@ def tradeoff_chart(numbers: Sequence[CellNumbers], picks: Sequence[CellNumbers])
 
     rows = [r for r in _rows(numbers) if known(r)]
     numbered = [_rows([n])[0] | {"pick": str(i)} for i, n in enumerate(picks, 1)]
-    ringed = _merge_close([r for r in numbered if known(r)], "mass", "read", rows)
+    ringed = [r for r in numbered if known(r)]
     x = alt.X("mass:Q").title(_MASS_TITLE).axis(alt.Axis(tickCount=7))
     y = alt.Y("read:Q").title(_READ_TITLE).scale(zero=True)
-    colour = _colour("budget", rows + ringed)
+    colour = _colour("budget", rows + ringed).legend(
+        alt.Legend(title="Cache budget", symbolOpacity=1, labelLimit=220)
+    )
     joined = [r for r in rows if r["margin"] is not None]
     lines = (
         alt.Chart(_data(joined))
@@ -232,14 +237,12 @@ def tradeoff_chart(numbers: Sequence[CellNumbers], picks: Sequence[CellNumbers])
         .encode(x=x, y=y, color=colour, tooltip=_TOOLTIP)
     )
     names = (
-        alt.Chart(_data(ringed))
+        alt.Chart(_data(_merge_close(ringed, "mass", "read", rows)))
         .mark_text(dx=9, dy=-11, align="left", fontWeight="bold")
         .encode(x=x, y=y, text="pick:N")
     )
-    named = [r for r in rows if r in joined or r["budget"] not in {j["budget"] for j in joined}]
-    labels = _end_labels(named, "budget", "mass", "read", x)
     return _finish(
-        _layer(lines, points, *([rings, names] if ringed else []), labels),
+        _layer(lines, points, *([rings, names] if ringed else [])),
         "Flash reads against router mass displaced",
         _subtitle(numbers) + ("; rings: cells run live" if ringed else ""),
     )
@@ -326,23 +329,25 @@ def _ramp(place: float) -> str:
     return "#" + "".join(f"{round(a + (b - a) * between):02x}" for a, b in zip(low, high, strict=True))
 
 
-def _end_labels(rows: Sequence[Mapping[str, Any]], field: str, x: str, y: str, axis: alt.X) -> alt.Chart:
-    """The name of each line right of its last point, moved apart where two would overlap."""
-    last: dict[str, Mapping[str, Any]] = {}
-    for row in rows:
-        if row[field] not in last or row[x] >= last[row[field]][x]:
-            last[row[field]] = row
-    ends = sorted((dict(r) for r in last.values()), key=lambda r: r[y])
-    top = max((r[y] for r in rows), default=0.0)
-    place = -top
+def _end_labels(
+    rows: Sequence[Mapping[str, Any]], x: alt.X, y: alt.Y, colour: alt.Color
+) -> tuple[alt.Chart, alt.Chart]:
+    """The name of each series right of the plot, and a thin line to it from the series' last point."""
+    last = {r["series"]: dict(r) for r in rows}
+    ends = sorted(last.values(), key=lambda r: r["miss"])
+    top = max((r["miss"] for r in rows), default=0.0)
+    gap = top * min(_LABEL_GAP_PX / _HEIGHT, 1 / max(len(ends), 1))
+    place = -gap
     for end in ends:
-        place = max(end[y], place + top * _LABEL_GAP_PX / _HEIGHT)
-        end["label_y"] = place
-    return (
-        alt.Chart(_data(ends))
-        .mark_text(align="left", dx=14, baseline="middle")
-        .encode(x=axis, y=alt.Y("label_y:Q"), text=f"{field}:N")
+        place = end["label_y"] = max(end["miss"], place + gap)
+    chart = alt.Chart(_data(ends))
+    leaders = chart.mark_rule(strokeWidth=1, strokeDash=[2, 2], opacity=0.8).encode(
+        x=x, y=y, x2=alt.value(_WIDTH + 22), y2="label_y:Q", color=colour
     )
+    names = chart.mark_text(align="left", baseline="middle").encode(
+        x=alt.value(_WIDTH + 26), y="label_y:Q", text="series:N"
+    )
+    return leaders, names
 
 
 def _merge_close(

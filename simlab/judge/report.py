@@ -19,9 +19,10 @@ from simlab.judge.charts import (
     budget_label,
     comparison_chart,
     figure,
-    mib_text,
     page,
+    rate_text,
     route_label,
+    size_text,
     source_label,
     sweep_charts,
 )
@@ -186,7 +187,7 @@ def _replay_error(comparisons: Sequence[Comparison]) -> str:
     if not reads or not hits:
         return ""
     return (
-        f"Replay was off by at most {mib_text(max(reads))} MiB per token and {max(hits):.1f} points of hit "
+        f"Replay was off by at most {size_text(max(reads))} MiB per token and {max(hits):.1f} points of hit "
         f"rate over {_count(len(comparisons), 'cell')} run both ways."
     )
 
@@ -251,14 +252,16 @@ def _facts(
     if header.budget_bytes == 0:
         budget = "no cache"
     elif header.budget_bytes is not None:
-        budget = f"{mib_text(header.budget_bytes / MIB)} MiB ({header.budget_bytes / cycle:.3g} token cycles)"
+        budget = (
+            f"{size_text(header.budget_bytes / MIB)} MiB ({header.budget_bytes / cycle:.3g} token cycles)"
+        )
     knobs = ", ".join(f"{name} = {value:g}" for name, value in header.knobs.items())
     route = " ".join(filter(None, [header.route, knobs])) or None
     facts = {
         "Model": f"{header.model} ({header.arch})",
         "Layers": f"{header.n_layer}, {'all' if layers == header.n_layer else layers} with experts",
-        "Experts": f"{experts}; {mib_text(header.expert_bytes / MIB)} MiB in all",
-        "Token cycle": f"{mib_text(cycle / MIB)} MiB: what one token asks for",
+        "Experts": f"{experts}; {size_text(header.expert_bytes / MIB)} MiB in all",
+        "Token cycle": f"{size_text(cycle / MIB)} MiB: what one token asks for",
         "Recorded at": budget,
         "Recorded routing": route and f"{route}, evict {header.evict or '?'}",
         "Decode tokens": f"{known[0].decode.tokens:,}" if known else None,
@@ -295,7 +298,11 @@ def _comparison_table(comparisons: Sequence[Comparison]) -> str:
             f"{escape(_route(cell))}<small>{where}</small></th>"
         )
         for n, label, first in ((pair.replay, REPLAY_LABEL, name), (pair.live, LIVE_LABEL, "")):
-            speed = [DASH, DASH] if n.source == "replay" else [_three(n.tok_s), _ppl(n.ppl)]
+            speed = (
+                [DASH, DASH]
+                if n.source == "replay"
+                else [DASH if n.tok_s is None else rate_text(n.tok_s), _ppl(n.ppl)]
+            )
             words = [*_decode_words(n), *speed]
             cells = "".join(f"<td>{word}</td>" for word in words)
             body.append(f'<tr class="{n.source}">{first}<td class="word">{label}</td>{cells}</tr>')
@@ -381,11 +388,7 @@ def _percent(share: float | None, digits: int = 1) -> str:
 
 def _mib(numbers: CellNumbers) -> str:
     value = numbers.decode.read_mib_per_token
-    return DASH if value is None else mib_text(value)
-
-
-def _three(value: float | None) -> str:
-    return DASH if value is None else mib_text(value)
+    return DASH if value is None else rate_text(value)
 
 
 def _ppl(value: float | None) -> str:
