@@ -187,7 +187,7 @@ def _replay_error(comparisons: Sequence[Comparison]) -> str:
     if not reads or not hits:
         return ""
     return (
-        f"Replay was off by at most {size_text(max(reads))} MiB per token and {max(hits):.1f} points of hit "
+        f"Replay was off by at most {max(reads):.2g} MiB per token and {max(hits):.1f} points of hit "
         f"rate over {_count(len(comparisons), 'cell')} run both ways."
     )
 
