@@ -166,7 +166,7 @@ _TOOLTIP = [
     alt.Tooltip("budget:N", title="Budget"),
     alt.Tooltip("route:N", title="Routing"),
     alt.Tooltip("miss:Q", title="Decode miss rate (%)", format=".1f"),
-    alt.Tooltip("read:Q", title="MiB per token", format=".3~f"),
+    alt.Tooltip("read:Q", title="MiB per token", format=".4~r"),
     alt.Tooltip("substituted:Q", title="Slots substituted (%)", format=".1f"),
     alt.Tooltip("mass:Q", title="Mass displaced (%)", format=".2f"),
 ]
@@ -293,8 +293,8 @@ def _square(title: str, rows: Sequence[dict[str, Any]]) -> alt.LayerChart:
     )
     tooltip = [
         alt.Tooltip("cell:N", title="Cell"),
-        alt.Tooltip("replay:Q", title=f"{title}: {REPLAY_LABEL}", format=".3~f"),
-        alt.Tooltip("live:Q", title=f"{title}: {LIVE_LABEL}", format=".3~f"),
+        alt.Tooltip("replay:Q", title=f"{title}: {REPLAY_LABEL}", format=".4~r"),
+        alt.Tooltip("live:Q", title=f"{title}: {LIVE_LABEL}", format=".4~r"),
     ]
     points = (
         alt.Chart(_data(rows))
