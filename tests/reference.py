@@ -26,7 +26,6 @@ class ReferenceCell:
     off: bool = False
     margin: float | None = None
     drop: float | None = None
-    renorm: bool = True
     drop_in_prefill: bool = False
     evict: str = "lru"
 

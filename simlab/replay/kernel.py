@@ -240,7 +240,10 @@ def _step(shape: ProgramShape, lanes: Tree, carry: Tree, row: Tree) -> tuple[Tre
 
 
 def _route(shape: ProgramShape, lanes: Tree, row: Tree, resident: Array, state: Tree) -> tuple[_Routed, Tree]:
-    """Run the policies on one row: width, then rerank, then drop; residency `[E, W]` is the batch's."""
+    """Run the policies on one row: width, then rerank, then drop; residency `[E, W]` is the batch's.
+
+    Rerank and drop act in decode graphs. A width acts in every graph, as llama.cpp's `expert_used_count` does.
+    """
     n_lanes = resident.shape[1]
 
     def along(x: Array) -> Array:
