@@ -182,7 +182,8 @@ class _Page(HTMLParser):
 @pytest.mark.slow
 def test_the_demo_ends_with_a_report(tmp_path):
     lines = []
-    demo = run_demo(tmp_path / "demo", lines.append, n_tokens=48)
+    with pytest.warns(SimlabWarning, match="read well while the model behind them is worse"):
+        demo = run_demo(tmp_path / "demo", lines.append, n_tokens=48)
     assert len(demo.swept) == 64
     assert len(demo.compared) >= 2
     margins = [pair.live.cell.margin for pair in demo.compared]

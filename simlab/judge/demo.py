@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from simlab.cells import build_cells
+from simlab.cli.options import warn_about_cells
 from simlab.cli.output import Progress, cells_to_frame, table, write_frame
 from simlab.errors import InputError
 from simlab.judge.measure import measure
@@ -65,6 +66,7 @@ def run_demo(out: Path, say: Callable[[str], None], n_tokens: int = N_TOKENS) ->
     write_frame(out / "sweep.parquet", cells_to_frame(swept))
     here = [i for i, c in enumerate(cells) if c.budget.text == BUDGET]
     picks = [here[p] for p in pick_along([swept[i] for i in here], N_PICKS)]
+    warn_about_cells([cells[i] for i in picks], trace.header)
     margins = ", ".join(f"{cells[i].margin:g}" for i in picks)
     say(f"running {len(picks)} picks live on the same tokens: L = {margins} at {BUDGET}")
     with Progress("live") as progress:
