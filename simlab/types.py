@@ -206,7 +206,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class ResolvedBudget:
-    """A budget in bytes for one model. `layer_bytes[i]` bounds MoE layer i when `per_layer`, else `total_bytes` bounds all."""
+    """A budget in bytes for one model: `layer_bytes[i]` bounds MoE layer i when `per_layer`, else the total does."""
 
     total_bytes: int
     layer_bytes: tuple[int, ...]
