@@ -30,7 +30,7 @@ from simlab.cells import build_cells, effective_k, resolve_budget
 from simlab.errors import InputError
 from simlab.policy import eviction
 from simlab.replay.run import Replayer, replay, sweep
-from simlab.replay.slots import by_layer, by_token, replay_slots, row_table, slot_table
+from simlab.replay.slots import SlotReplay, by_layer, by_token, replay_slots, row_table, slot_table
 from simlab.types import Cell, CellNumbers, PhaseNumbers, Scope, TraceHeader, WeightRule
 
 f32 = np.float32
@@ -118,8 +118,10 @@ COMBINED = tuple(f"substitute:L={L}+drop_cold:F={F}" for L, F in ((0, 0.75), (0.
 
 
 def grid(routes: Sequence[str] = ROUTES, budgets: Sequence[str] = BUDGETS) -> list[Cell]:
+    """Every route at every budget, at one per-layer byte budget and, where the routing allows it, without cache."""
     cells = build_cells(budgets=budgets, routes=routes)
-    return cells + build_cells(budgets=["45%"], routes=routes, scope="per_layer")
+    cells += build_cells(budgets=["45%"], routes=routes, scope="per_layer")
+    return cells + (build_cells(budgets=["off"]) if "original" in routes else [])
 
 
 # -- families of traces, all of 3 layers x 16 experts, so that their programs are compiled once -------------
@@ -239,7 +241,9 @@ def test_softmax_after_top_k_as_reference(tmp_path):
 @pytest.mark.parametrize("recorded_width", [4, 3, 6])
 def test_widths_below_and_above_the_recorded_one(recorded_width, tmp_path):
     trace = generate(make_header(), seed=14, width=recorded_width, grain=0.5)
-    routes = [f"top_k:k={k}{rest}" for rest in ("", "+substitute:L=.2+drop_cold:F=1") for k in (1, 3, 4, 7)]
+    routes = [
+        f"top_k:k={k}+substitute:L={L}+drop_cold:F={F}" for L, F in ((0, 0), (0.2, 1)) for k in (1, 3, 4, 7)
+    ]
     tables, _ = assert_as_reference(trace, grid(routes, ["40%", "2%"]), tmp_path / "t")
     assert pl.concat(tables)["slot"].max() == 6
 
@@ -265,12 +269,12 @@ def test_one_layer(tmp_path):
 
 
 def test_cache_off(tmp_path):
-    trace = generate(make_header(), seed=18, n_turns=2)
-    cells = build_cells(budgets=["off", "30%"], routes=["top_k:k=4", "top_k:k=2"])
-    _, (off, *_) = assert_as_reference(trace, cells, tmp_path / "t")
-    numbers = off.all
-    assert (numbers.hits, numbers.evictions, numbers.rereads) == (0, 0, 0)
-    assert numbers.capacity_misses > 0
+    cells = grid(["original"])
+    _, numbers = assert_as_reference(several_turns(), cells, tmp_path / "t")
+    off = numbers[-1].all
+    assert numbers[-1].cell.budget.kind == "off"
+    assert (numbers[-1].budget_mib, off.hits, off.evictions, off.rereads) == (0, 0, 0, 0)
+    assert off.capacity_misses > 0
 
 
 def test_without_scores(tmp_path):
@@ -392,12 +396,12 @@ def test_substitution_by_hand(tmp_path):
 
 
 def test_global_lru_cliff(tmp_path):
-    """Section 3: a global LRU hits nothing in decode at a token cycle minus k entries, at a cycle it does."""
-    header = make_header(n_layer=3, n_expert=8, k=2)
-    trace = generate(header, seed=20, n_prefill=0, n_decode=40).write(tmp_path / "t")
-    numbers = sweep(trace, build_cells(budgets=[f"{n * 1000 / 2**20}MiB" for n in (4, 6, 12)]))
-    hits = [n.decode.hits for n in numbers]
-    assert hits[0] == 0 < hits[1] < hits[2]
+    """Section 3: a global LRU hits nothing in decode at a token cycle minus k entries; at a cycle it does."""
+    trace = generate(make_header(), seed=20, n_prefill=0, n_decode=40).write(tmp_path / "t")
+    cycle, k = 12, 4
+    budgets = [f"{n * 1000 / 2**20}MiB" for n in (cycle - k, cycle, 2 * cycle, 4 * cycle)]
+    hits = [n.decode.hits for n in sweep(trace, build_cells(budgets=budgets))]
+    assert hits[0] == 0 < hits[1] < hits[2] < hits[3]
 
 
 # -- policies from outside -----------------------------------------------------------------------------------
@@ -497,8 +501,11 @@ def test_access_weights_and_floating_keys(tmp_path, monkeypatch):
 
 def test_by_layer_and_by_token_add_up(tmp_path):
     trace = several_turns().write(tmp_path / "t")
-    found = replay_slots(trace, build_cells(budgets=["40%"], routes=["substitute:L=.15+drop_cold:F=.75"])[0])
+    replayer = Replayer(trace, grid(ROUTES[-1:]), detail=True)
+    replayer.advance(trace.n_rows)
+    found = SlotReplay(replayer.numbers()[1], slot_table(replayer, 1), row_table(replayer, 1))
     d = found.numbers.decode
+    assert min(d.substituted, d.dropped, d.evictions) > 0
     for table, n in ((by_layer(found), 3), (by_token(found), d.tokens)):
         assert table.height == n
         for name in ("lookups", "hits", "misses", "cold_misses", "capacity_misses", "slots", "reranked",
@@ -521,7 +528,7 @@ def test_sweep_keeps_the_order_and_equals_single_replays(tmp_path):
     together = sweep(trace, cells, progress=shares.append)
     assert shares[-1] == 1.0
     assert [n.cell for n in together] == cells
-    for cell, numbers in zip(cells[::2], together[::2], strict=True):
+    for cell, numbers in zip(cells[:6:2], together[:6:2], strict=True):
         assert replay(trace, cell) == numbers
     assert together[0].budget_mib == pytest.approx(0.4 * 48 * 1000 / 2**20, rel=1e-3)
     assert together[0].budget_cycles == pytest.approx(0.4 * 48 / 12)
@@ -531,7 +538,7 @@ def test_sweep_keeps_the_order_and_equals_single_replays(tmp_path):
 @pytest.mark.parametrize("stop", [1, 24, 25, 60])
 def test_resuming_gives_the_same(stop, tmp_path):
     trace = several_turns().write(tmp_path / "t")
-    cells = grid(["substitute:L=.15+drop_cold:F=.75", "substitute:L=.3+drop_cold:F=1"], ["40%", "2%"])
+    cells = grid(ROUTES[-1:])
     whole = Replayer(trace, cells, detail=True)
     whole.advance(trace.n_rows)
     first = Replayer(trace, cells, detail=True)
@@ -542,8 +549,10 @@ def test_resuming_gives_the_same(stop, tmp_path):
     while second.advance(37):
         pass
     assert second.numbers() == whole.numbers()
-    parts = pl.concat([row_table(first, 0), row_table(whole, 0)[stop:]])
-    assert parts.equals(row_table(whole, 0))
+    for index in range(len(cells)):
+        for table in (row_table, slot_table):
+            parts = pl.concat([table(first, index), table(second, index)])
+            assert parts.equals(table(whole, index))
 
 
 def test_a_state_of_other_cells_is_refused(tmp_path):

@@ -79,7 +79,8 @@ class Replayer:
         self.trace = trace if isinstance(trace, Trace) else open_trace(trace)
         self.cells = list(cells)
         self.columns = TraceColumns(self.trace)
-        self.row = 0
+        # Rows below `first_row` were replayed before this object was made.
+        self.row = self.first_row = 0
         header = self.trace.header
         # A trace without rows lacks nothing.
         self._carries_scores = self.columns.n_rows == 0 or self.trace.has_scores
@@ -143,7 +144,7 @@ class Replayer:
             InputError: the state is of other cells or of another model.
         """
         replayer = cls(trace, cells, detail=detail)
-        replayer.row = int(state["row"])
+        replayer.row = replayer.first_row = int(state["row"])
         for number, group in enumerate(replayer.groups):
 
             def saved(path: Any, empty: NDArray[Any], number: int = number) -> NDArray[Any]:

@@ -40,7 +40,7 @@ def replay_slots(trace: TraceLike, cell: Cell) -> SlotReplay:
 
 
 def slot_table(replayer: Replayer, cell: int) -> pl.DataFrame:
-    """The slots of one cell of a replay run with `detail=True`; columns as in `SlotReplay.slots`."""
+    """The slots of one cell of a replay run with `detail=True`, from where it began; as `SlotReplay.slots`."""
     group, lane = _lane(replayer, cell)
     n_slots = group.shape.n_slots
     columns = {
@@ -48,7 +48,7 @@ def slot_table(replayer: Replayer, cell: int) -> pl.DataFrame:
         for name, d in _SLOT_TYPES.items()
     }
     row, slot = np.nonzero(columns["router_expert"] >= 0)
-    where = replayer.columns.where.select(_WHERE)[row]
+    where = replayer.columns.where.select(_WHERE)[replayer.first_row + row]
     found = {name: column[row, slot] for name, column in columns.items()}
     table = where.with_columns(
         pl.Series("slot", slot.astype(np.int32)), *(pl.Series(n, v) for n, v in found.items())
@@ -67,21 +67,22 @@ _SLOT_TYPES = {
 
 
 def row_table(replayer: Replayer, cell: int) -> pl.DataFrame:
-    """The counters of every routing row of one cell of a replay run with `detail=True`."""
+    """The counters of every routing row of one cell of a replay run with `detail=True`, from where it began."""
     group, lane = _lane(replayer, cell)
     columns = replayer.columns
     counters = np.concatenate(
         [np.empty((0, len(COUNTERS)), np.int64), *(c["counters"][:, :, lane] for c in group.detail)]
     )
     sums = np.concatenate([np.empty((0, len(SUMS))), *(c["sums"][:, :, lane] for c in group.detail)])
-    return columns.where[: replayer.row].with_columns(
+    replayed = slice(replayer.first_row, replayer.row)
+    return columns.where[replayed].with_columns(
         *(pl.Series(name, counters[:, i]) for i, name in enumerate(COUNTERS)),
         *(
             pl.Series(name, sums[:, i])
             for i, name in enumerate(SUMS)
             if replayer.has_scores or name == "agreement"
         ),
-        pl.Series("events", (columns.router_k[: replayer.row] > 0).astype(np.int64)),
+        pl.Series("events", (columns.router_k[replayed] > 0).astype(np.int64)),
     )
 
 
