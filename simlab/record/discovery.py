@@ -11,6 +11,7 @@ import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from simlab.errors import RunError
 from simlab.record.ggml import F32, Tensor, op_codes
@@ -42,6 +43,17 @@ class Routing:
     experts: Mapping[int, Mapping[str, int]]
     """Pointers of the expert tensors, by layer and suffix."""
 
+    @cached_property
+    def gate_nodes(self) -> Mapping[str, int]:
+        """Nodes whose source holds the gate probabilities, where those are a tensor of their own."""
+        layers = self.top_k_nodes.values() if self.separate_gate else ()
+        return {f"ffn_moe_weights-{layer}": layer for layer in layers}
+
+    @cached_property
+    def nodes(self) -> frozenset[str]:
+        """Every node the hook stops at."""
+        return frozenset([*self.top_k_nodes, *self.gate_nodes, *self.weight_nodes])
+
 
 @dataclass
 class _Layer:
@@ -63,7 +75,7 @@ class Discovery:
         self._experts: dict[int, dict[str, int]] = {}
         self.error: BaseException | None = None
 
-    def __call__(self, pointer: int, ask: bool) -> bool:
+    def __call__(self, pointer: int, ask: bool, _user: object = None) -> bool:
         if ask and self.error is None:
             try:
                 self._look(pointer)

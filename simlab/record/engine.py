@@ -22,7 +22,7 @@ from simlab.record.discovery import Discovery
 from simlab.record.experts import ExpertMemory
 from simlab.record.ggml import check_layout, engine_version
 from simlab.record.gguf import read_gguf
-from simlab.record.hook import GraphTally, Hook
+from simlab.record.hook import GraphTally, Hook, node_callback
 from simlab.record.llama import Llama
 from simlab.record.plan import PlannedGraph, chunks, text_graphs
 from simlab.record.reads import ReadLanes
@@ -81,9 +81,9 @@ class Engine:
             )
         self.top_k = top_k
         self._graph = 0
-        self._hook: Hook | None = None
+        self.hook: Hook | None = None
         self._lanes: ReadLanes | None = None
-        self._discovery: Discovery | None = Discovery(self.gguf.path.name)
+        discovery = Discovery(self.gguf.path.name)
         self._llama = Llama(
             self.gguf.path,
             n_ctx=n_ctx,
@@ -91,14 +91,13 @@ class Engine:
             n_threads=n_threads,
             n_expert_used=top_k,
             arch=self.gguf.arch,
-            on_node=self._on_node,
+            on_node=discovery,
         )
         try:
             # The throw-away graph: expert tensors and the weight chain show themselves, on llama.cpp's own mapping.
             self._llama.decode([0], 0)
-            self._llama.clear()
-            self.routing = self._discovery.result()
-            self._discovery = None
+            self.routing = discovery.result()
+            self._llama.open_context(node_callback(self.routing, self))
             self._experts = ExpertMemory(self.gguf, self.routing.experts)
             self._lanes = ReadLanes(self.gguf.files, lanes, not buffered)
         except BaseException:
@@ -198,7 +197,7 @@ class Engine:
             eviction,
             knob_values(eviction.knobs, cell.evict_knobs),
         )
-        self._hook = Hook(self.routing, header, self._experts, self._lanes, self._cache, cell.route, k)
+        self.hook = Hook(self.routing, header, self._experts, self._lanes, self._cache, cell.route, k)
         self._graph = 0
         self._llama.clear()
 
@@ -270,7 +269,7 @@ class Engine:
         Raises:
             RunError: a read failed, or llama.cpp refused the graph; no logit of it is returned.
         """
-        hook = self._hook
+        hook = self.hook
         if hook is None:
             raise RunError("Engine.start(cell) was not called")
         hook.on_batch = recorder.on_batch if recorder is not None else None
@@ -334,15 +333,11 @@ class Engine:
             finally:
                 recorder.flush()
 
-    # -- callback and life ----------------------------------------------------------------------------------
-
-    def _on_node(self, pointer: int, ask: bool) -> bool:
-        target = self._hook if self._hook is not None else self._discovery
-        return target(pointer, ask) if target is not None else not ask
+    # -- life ----------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Free everything; the engine cannot be used afterwards."""
-        self._hook = None
+        self.hook = None
         if self._lanes is not None:
             self._lanes.close()
             self._lanes = None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from ctypes import string_at
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from simlab.record.cache import LiveCache
 from simlab.record.discovery import Routing, score_tensor
 from simlab.record.experts import ExpertMemory, slices_of
 from simlab.record.ggml import NAME_OFFSET, Tensor, rows_of
+from simlab.record.llama import EvalCallback
 from simlab.record.reads import FinishedRead, ReadLanes
 from simlab.routing import Dropped, drop, drop_armed, knob_values, rerank
 from simlab.scores import applied_weights, gate_numerators, ranking_values, router_ranking, row_statistics
@@ -72,8 +73,35 @@ class _Pending(NamedTuple):
     row: Row
 
 
+class HasHook(Protocol):
+    """Whoever holds the hook of the session that runs."""
+
+    hook: Hook | None
+
+
+def node_callback(routing: Routing, holder: HasHook) -> EvalCallback:
+    """The eval callback of a context: asks for a routing's nodes and hands them to the session's hook.
+
+    llama.cpp calls it for every node of every graph, so the asking path is one look-up.
+    """
+
+    class Wanted(dict[bytes, bool]):
+        def __missing__(self, name: bytes) -> bool:
+            self[name] = name.decode(errors="replace") in routing.nodes
+            return self[name]
+
+    wanted = Wanted()
+
+    def on_node(pointer: int, ask: bool, _user: object) -> bool:
+        if ask:
+            return wanted[string_at(pointer + NAME_OFFSET)]
+        return holder.hook is None or holder.hook.observe(pointer)
+
+    return on_node
+
+
 class Hook:
-    """The callback of one engine, with the policies and the cache of one cell.
+    """What happens at the observed nodes, with the policies and the cache of one cell.
 
     Exceptions never cross the C frames: they end the graph and wait in `error`.
     """
@@ -97,7 +125,6 @@ class Hook:
         self._ids = np.arange(header.n_expert, dtype=np.int32)
         self._rerank_state = self._new_state(self._rerank)
         self._drop_state = self._new_state(self._drop)
-        self._wanted: dict[bytes, Callable[[int], None] | None] = {}
         self._pending: _Pending | None = None
         self._uncached: list[tuple[int, int]] = []
         self._gate: np.ndarray | None = None
@@ -118,32 +145,23 @@ class Hook:
         self.phase = phase
         self._pending = None
 
-    def __call__(self, pointer: int, ask: bool) -> bool:
+    def observe(self, pointer: int) -> bool:
+        """One of the nodes that were asked for is computed; False ends the graph."""
         started = time.perf_counter_ns()
         try:
-            name = string_at(pointer + NAME_OFFSET)
-            if ask:
-                if name not in self._wanted:
-                    self._wanted[name] = self._handler(name)
-                return self._wanted[name] is not None
-            handler = self._wanted[name]
-            if handler is not None and self.error is None:
-                handler(pointer)
-            return self.error is None
+            if self.error is None:
+                name = string_at(pointer + NAME_OFFSET).decode()
+                if name in self._routing.top_k_nodes:
+                    self._route(pointer, self._routing.top_k_nodes[name])
+                else:
+                    if name in self._routing.gate_nodes:
+                        self._read_gate(pointer)
+                    if name in self._routing.weight_nodes:
+                        self._load(pointer, self._routing.weight_nodes[name])
         except BaseException as error:
             self.error = error
-            return False
-        finally:
-            self.tally.hook_ns += time.perf_counter_ns() - started
-
-    def _handler(self, name: bytes) -> Callable[[int], None] | None:
-        text = name.decode(errors="replace")
-        if text in self._routing.top_k_nodes:
-            return lambda pointer: self._route(pointer, self._routing.top_k_nodes[text])
-        gathers = self._routing.separate_gate and text.startswith("ffn_moe_weights-")
-        if text in self._routing.weight_nodes:
-            return lambda pointer: self._load(pointer, self._routing.weight_nodes[text], gathers)
-        return self._read_gate if gathers else None
+        self.tally.hook_ns += time.perf_counter_ns() - started
+        return self.error is None
 
     # -- at the top-k ---------------------------------------------------------------------------------------
 
@@ -254,10 +272,8 @@ class Hook:
 
     # -- at the weights -------------------------------------------------------------------------------------
 
-    def _load(self, pointer: int, layer: int, gathers: bool) -> None:
-        """Drop, look up, evict and read for one batch; `gathers` if this node also holds the gate's source."""
-        if gathers:
-            self._read_gate(pointer)
+    def _load(self, pointer: int, layer: int) -> None:
+        """Drop, look up, evict and read for one batch."""
         batch, self._pending = self._pending, None
         if batch is None:
             return

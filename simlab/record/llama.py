@@ -14,8 +14,8 @@ import numpy as np
 from simlab.errors import InputError, RunError
 from simlab.record.ggml import libraries
 
-EvalCallback = Callable[[int, bool], bool]
-"""`(tensor pointer, ask) -> wanted | go on`."""
+EvalCallback = Callable[[int, bool, Any], bool]
+"""`(tensor pointer, ask, unused) -> wanted | go on`, called hundreds of times per token: keep it thin."""
 
 _log_lines: deque[str] = deque(maxlen=40)
 _log_callback: Any = None
@@ -62,6 +62,7 @@ class Llama:
         silence_logs()
         self._llama = llama
         self._model = self._context = None
+        self._batch: Any = None
         self.n_threads = n_threads or min(os.cpu_count() or 1, 8)
         self.n_ubatch = n_ubatch
         params = llama.llama_model_default_params()
@@ -81,22 +82,33 @@ class Llama:
         self.n_vocab = llama.llama_vocab_n_tokens(self._vocab)
         self.n_ctx_train = llama.llama_model_n_ctx_train(self._model)
         self.n_ctx = n_ctx or min(self.n_ctx_train, 4096)
+        self._path = path
+        self._batch = llama.llama_batch_init(n_ubatch, 0, 1)
+        self.open_context(on_node)
+
+    def open_context(self, on_node: EvalCallback | None) -> None:
+        """A fresh context of the same size, empty, whose graph nodes are shown to `on_node`; the old one goes.
+
+        Raises:
+            RunError: llama.cpp cannot make a context of this size.
+        """
+        llama = self._llama
+        if self._context:
+            llama.llama_free(self._context)
+            self._context = None
         context = llama.llama_context_default_params()
         context.n_ctx = self.n_ctx
-        context.n_batch = context.n_ubatch = n_ubatch
+        context.n_batch = context.n_ubatch = self.n_ubatch
         context.n_threads = context.n_threads_batch = self.n_threads
         context.no_perf = True
         if on_node is not None:
             # The ctypes object must outlive the context.
-            self._callback = llama.ggml_backend_sched_eval_callback(
-                lambda tensor, ask, _user: on_node(tensor, ask)
-            )
+            self._callback = llama.ggml_backend_sched_eval_callback(on_node)
             context.cb_eval = self._callback
         self._context = llama.llama_init_from_model(self._model, context)
         if not self._context:
             self.close()
-            raise RunError(f"{path}: llama.cpp cannot make a context of {self.n_ctx} tokens: {_last_log()}")
-        self._batch = llama.llama_batch_init(n_ubatch, 0, 1)
+            raise RunError(f"{self._path}: llama.cpp cannot make a context of {self.n_ctx} tokens: {_last_log()}")
 
     def tokenize(self, text: bytes) -> list[int]:
         """Token ids of a text, by the vocabulary's own rule for special tokens."""
@@ -154,9 +166,11 @@ class Llama:
     def close(self) -> None:
         """Free the context and the model."""
         if self._context:
-            self._llama.llama_batch_free(self._batch)
             self._llama.llama_free(self._context)
             self._context = None
+        if self._batch is not None:
+            self._llama.llama_batch_free(self._batch)
+            self._batch = None
         if self._model:
             self._llama.llama_model_free(self._model)
             self._model = None
