@@ -5,8 +5,6 @@ Compiling takes most of the time, so tests share trace shapes and lane counts wh
 
 from __future__ import annotations
 
-import dataclasses
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -404,50 +402,6 @@ def test_global_lru_cliff(tmp_path):
     assert hits[0] == 0 < hits[1] < hits[2] < hits[3]
 
 
-# -- policies from outside -----------------------------------------------------------------------------------
-
-
-def test_a_users_own_policy_file(tmp_path):
-    usual().write(tmp_path / "t")
-    source = """
-        from simlab.policy import routing
-        from simlab.types import Choice, Knob
-
-        @routing("rerank", knobs={"M": Knob(6, 1, 512, integer=True)}, needs={"scores", "rank"})
-        def resident_window(xp, candidates, row, state, knobs):
-            near = candidates.resident & (candidates.rank < knobs.M)
-            return Choice(value=candidates.value, tier=near.astype(xp.int32)), state
-    """
-    path = tmp_path / "my_policy.py"
-    path.write_text(textwrap.dedent(source))
-    cells = build_cells(budgets=["40%"], routes=[str(path)]) + build_cells(
-        budgets=["40%"], routes=[f"{path}:M=4", f"{path}:M=16"]
-    )
-    mine, narrow, wide = (n.decode for n in sweep(tmp_path / "t", cells))
-    # A window of k is the router's set; the wider the window, the more goes to what is resident.
-    assert narrow.substituted == 0 < mine.substituted < wide.substituted
-    assert narrow.hits < mine.hits < wide.hits
-    assert wide.reranked == wide.slots
-
-
-def test_routing_state_is_kept_per_layer(tmp_path):
-    """A policy whose state counts decode rows and which drops every slot but the top from the third on."""
-
-    @simlab.policy.routing("drop", needs={"weights"}, state={"seen": 0.0})
-    def late(xp, candidates, row, state, knobs):
-        dropping = (state["seen"] >= 2) & (candidates.weight >= 0)
-        return simlab.types.Choice(drop=dropping), {"seen": state["seen"] + 1}
-
-    trace = generate(make_header(), seed=21, n_decode=10).write(tmp_path / "t")
-    base = build_cells(budgets=["40%"])[0]
-    cell = dataclasses.replace(base, route=simlab.types.Route((simlab.types.Step(late, {}),)))
-    slots = replay_slots(trace, cell).slots
-    per_graph = slots.group_by("graph", "phase", "layer", maintain_order=True).agg(pl.col("dropped").sum())
-    decode = per_graph.filter(pl.col("phase") == 1)
-    assert decode["dropped"].to_list() == [0] * 6 + [3] * (3 * 8)
-    assert per_graph.filter(pl.col("phase") == 0)["dropped"].sum() == 0
-
-
 def test_eviction_state_reaches_the_key(tmp_path, monkeypatch):
     """A least-frequently-used policy of two functions, counts surviving eviction, against the reference."""
 
@@ -462,38 +416,6 @@ def test_eviction_state_reaches_the_key(tmp_path, monkeypatch):
     monkeypatch.setattr(simlab.policy, "builtin_policies", lambda: {**known, "lfu": lfu})
     cells = build_cells(budgets=BUDGETS, routes=["drop_cold:F=0", "drop_cold:F=1"], evicts=["lfu"])
     assert_as_reference(holes_and_repeats(), cells, tmp_path / "t")
-
-
-def test_access_weights_and_floating_keys(tmp_path, monkeypatch):
-    """`touch` gets the applied weights, renormalised after drops: per row they add up to the old total."""
-
-    def add(xp, state, access, knobs):
-        return {"sum": state["sum"] + access.weight, "hits": state["hits"] + access.hit}
-
-    @eviction(touch=add, state={"sum": 0.0, "hits": 0})
-    def weighted(xp, state, last_position, batch, knobs):
-        return state["sum"]
-
-    known = simlab.policy.builtin_policies()
-    monkeypatch.setattr(simlab.policy, "builtin_policies", lambda: {**known, "weighted": weighted})
-    trace = generate(make_header(), seed=22)
-    n_rows = len(trace.rows)
-    opened = trace.write(tmp_path / "t")
-    for route, total in (
-        ("drop_cold:F=1", n_rows),
-        ("drop_cold:F=0", n_rows),
-        ("drop_cold:F=1,renorm=0", None),
-    ):
-        replayer = Replayer(opened, build_cells(budgets=["40%"], routes=[route], evicts=["weighted"]))
-        while replayer.advance():
-            pass
-        state = replayer.state()
-        sums = float(state["0['eviction_state']['sum']"].sum())
-        if total is None:
-            assert sums < n_rows - 1
-        else:
-            assert sums == pytest.approx(total, rel=1e-5)
-        assert state["0['eviction_state']['hits']"].sum() == replayer.numbers()[0].all.hits
 
 
 # -- views, order, resuming ----------------------------------------------------------------------------------
