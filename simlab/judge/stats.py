@@ -1,0 +1,132 @@
+"""Statistics of scores: intervals for means and shares, and paired comparisons of two cells.
+
+Every cell is scored on the same tokens and items, so cells are compared pairwise, item by item: the spread
+between tokens, which is far larger than what a policy costs, cancels. Losses of neighbouring tokens are
+correlated, which an ordinary bootstrap ignores; resampling blocks of consecutive tokens keeps it.
+
+Sources: Politis and Romano 1992 (circular block bootstrap), McNemar 1947 (exact form), Wilson 1927.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy import stats
+
+BLOCK_TOKENS = 32
+N_RESAMPLES = 10_000
+LEVEL = 0.95
+_LEAST_BLOCKS = 8
+"""A series shorter than this many blocks gets shorter blocks: with one block there is nothing to resample."""
+_AT_ONCE = 1 << 20
+"""Block starts drawn at once, to bound memory."""
+
+
+class Interval(NamedTuple):
+    """A 95 % interval; NaN where there is too little to tell."""
+
+    low: float
+    high: float
+
+
+UNKNOWN = Interval(math.nan, math.nan)
+
+
+class PairedOutcome(NamedTuple):
+    """Right and wrong answers of two cells on the same items."""
+
+    to_wrong: int
+    """Items the first cell got right and the other wrong."""
+    to_right: int
+    p_value: float
+    """Exact two-sided McNemar p."""
+
+
+def block_bootstrap_mean(
+    series: Sequence[np.ndarray],
+    *,
+    block: int = BLOCK_TOKENS,
+    n_resamples: int = N_RESAMPLES,
+    seed: int = 0,
+) -> Interval:
+    """Percentile interval for the mean over all values of one or more series.
+
+    Blocks are circular and drawn within each series (a text), so none joins two texts. A series of n values
+    has ceil(n / block) of them, the last cut so that n values are drawn.
+
+    Args:
+        series: float `[n]` arrays in token order, together at least two values.
+        block: consecutive values in a block; at most n / 8, so that short series have several.
+        seed: of a NumPy generator of its own; equal arguments give equal intervals.
+    """
+    n_values = sum(len(values) for values in series)
+    if n_values < 2:
+        return UNKNOWN
+    generator = np.random.default_rng(seed)
+    totals = np.zeros(n_resamples)
+    for values in series:
+        totals += _resampled_sums(np.asarray(values, dtype=np.float64), block, n_resamples, generator)
+    tail = 100 * (1 - LEVEL) / 2
+    low, high = np.percentile(totals / n_values, [tail, 100 - tail])
+    return Interval(float(low), float(high))
+
+
+def _resampled_sums(
+    values: np.ndarray, block: int, n_resamples: int, generator: np.random.Generator
+) -> np.ndarray:
+    """float64 `[n_resamples]`: sums of n values drawn in circular blocks."""
+    n = len(values)
+    if n == 0:
+        return np.zeros(n_resamples)
+    length = max(1, min(block, n // _LEAST_BLOCKS))
+    lengths = np.full(math.ceil(n / length), length)
+    lengths[-1] = n - length * (len(lengths) - 1)
+    running = np.concatenate([[0.0], np.cumsum(np.concatenate([values, values[:length]]))])
+    sums, step = np.empty(n_resamples), max(1, _AT_ONCE // len(lengths))
+    for at in range(0, n_resamples, step):
+        starts = generator.integers(0, n, size=(min(step, n_resamples - at), len(lengths)))
+        sums[at : at + step] = (running[starts + lengths] - running[starts]).sum(axis=1)
+    return sums
+
+
+def paired_difference(
+    first: Sequence[np.ndarray], other: Sequence[np.ndarray], **options: int
+) -> tuple[float, Interval]:
+    """Mean of `other - first` over all values, with its block-bootstrap interval.
+
+    Args:
+        first, other: the same series, value by value, under two cells.
+        options: as `block_bootstrap_mean` takes them.
+    """
+    differences = [np.asarray(b) - np.asarray(a) for a, b in zip(first, other, strict=True)]
+    n_values = sum(len(d) for d in differences)
+    mean = float(sum(d.sum() for d in differences) / n_values) if n_values else math.nan
+    return mean, block_bootstrap_mean(differences, **options)
+
+
+def mcnemar_p(to_wrong: int, to_right: int) -> float:
+    """Exact two-sided p of McNemar's test: under no difference each flip goes either way like a fair coin."""
+    flips = to_wrong + to_right
+    return min(1.0, 2 * float(stats.binom.cdf(min(to_wrong, to_right), flips, 0.5))) if flips else 1.0
+
+
+def paired_outcome(first: Sequence[bool], other: Sequence[bool]) -> PairedOutcome:
+    """Flips each way between two cells' right (True) and wrong answers, and McNemar's exact p."""
+    pairs = list(zip(first, other, strict=True))
+    to_wrong = sum(a and not b for a, b in pairs)
+    to_right = sum(b and not a for a, b in pairs)
+    return PairedOutcome(to_wrong, to_right, mcnemar_p(to_wrong, to_right))
+
+
+def wilson(successes: int, n: int) -> Interval:
+    """Wilson's score interval for a share."""
+    if n == 0:
+        return UNKNOWN
+    z = float(stats.norm.ppf(0.5 + LEVEL / 2))
+    share = successes / n
+    middle = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    return Interval(max(0.0, middle - half), min(1.0, middle + half))
