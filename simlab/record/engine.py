@@ -6,7 +6,7 @@ import hashlib
 import os
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,13 +23,14 @@ from simlab.record.experts import ExpertMemory
 from simlab.record.ggml import check_layout, engine_version
 from simlab.record.gguf import read_gguf
 from simlab.record.hook import GraphTally, Hook, node_callback
+from simlab.record.live_route import LiveRoute
 from simlab.record.llama import Llama
 from simlab.record.plan import PlannedGraph, chunks, text_graphs
 from simlab.record.reads import ReadLanes
 from simlab.record.recorder import GraphPlace, Recorder
 from simlab.routing import knob_values
 from simlab.trace.store import TraceWriter
-from simlab.types import DECODE, Cell, ResolvedBudget, TraceHeader
+from simlab.types import DECODE, PREFILL, THROW_AWAY_TURN, Cell, ResolvedBudget, TraceHeader
 
 EMBEDDED_MODEL = Path(__file__).resolve().parent.parent / "data" / "tiny-moe-q8_0.gguf"
 _MIB = 1 << 20
@@ -38,7 +39,11 @@ _LANES = range(1, 9)
 
 @dataclass(frozen=True)
 class GraphResult:
-    """One evaluated graph. `logits` float32 `[n_vocab]` of its last token, None where none was asked for."""
+    """One evaluated graph.
+
+    `logits` float32 `[n_vocab]` of its last token, `[tokens, n_vocab]` where the plan wants every position,
+    None where none was asked for.
+    """
 
     plan: PlannedGraph
     logits: np.ndarray | None
@@ -197,8 +202,21 @@ class Engine:
             eviction,
             knob_values(eviction.knobs, cell.evict_knobs),
         )
-        self.hook = Hook(self.routing, header, self._experts, self._lanes, self._cache, cell.route, k)
+        rule = None if self.routing.separate_gate else self.routing.weight_rule
+        route = LiveRoute(
+            cell.route, k, header.n_expert, len(header.moe_layers), self.routing.score_space, rule
+        )
+        self.hook = Hook(self.routing, header, self._experts, self._lanes, self._cache, route)
         self._graph = 0
+        self._llama.clear()
+
+    def throw_away_decode(self, recorder: Recorder | None = None) -> None:
+        """Decode token 0 as a prefill and forget it: warms the expert cache before a score (section 5).
+
+        Recorded as turn -1, which a replay walks and no counter includes.
+        """
+        self._llama.clear()
+        self.run_graph(PlannedGraph(THROW_AWAY_TURN, PREFILL, 0, 1, 0, True, None), [0], None, recorder)
         self._llama.clear()
 
     def score(
@@ -225,8 +243,12 @@ class Engine:
         recorder: Recorder | None = None,
         turn: int = 0,
         progress: Any = None,
+        until: Callable[[Sequence[int]], bool] | None = None,
     ) -> list[int]:
-        """Greedy generation: the prompt as prefill, then up to `n` decoded tokens; returns those tokens."""
+        """Greedy generation: the prompt as prefill, then up to `n` decoded tokens; returns those tokens.
+
+        `until` is asked after each token, with all tokens made so far; True ends the generation.
+        """
         if len(prompt) + n > self.n_ctx:
             raise InputError(
                 f"{len(prompt)} prompt tokens and {n} more do not fit a context of {self.n_ctx}; raise --ctx"
@@ -245,6 +267,8 @@ class Engine:
             if self._llama.ends_generation(token):
                 break
             made.append(token)
+            if until is not None and until(made):
+                break
             position = len(prompt) + i
             plan = PlannedGraph(turn, DECODE, position, position + 1, position, True, None)
             result = self.run_graph(plan, [token], None, recorder)
@@ -278,7 +302,7 @@ class Engine:
         hook.begin_graph(plan.phase)
         before = time.perf_counter_ns()
         try:
-            logits = self._llama.decode(tokens, plan.first_position, plan.wants_output)
+            logits = self._llama.decode(tokens, plan.first_position, plan.wants_output, plan.every_position)
         except RunError:
             if hook.error is None:
                 raise

@@ -108,7 +108,9 @@ class Llama:
         self._context = llama.llama_init_from_model(self._model, context)
         if not self._context:
             self.close()
-            raise RunError(f"{self._path}: llama.cpp cannot make a context of {self.n_ctx} tokens: {_last_log()}")
+            raise RunError(
+                f"{self._path}: llama.cpp cannot make a context of {self.n_ctx} tokens: {_last_log()}"
+            )
 
     def tokenize(self, text: bytes) -> list[int]:
         """Token ids of a text, by the vocabulary's own rule for special tokens."""
@@ -133,9 +135,11 @@ class Llama:
         return bool(self._llama.llama_vocab_is_eog(self._vocab, token))
 
     def decode(
-        self, tokens: Sequence[int], first_position: int, output_last: bool = True
+        self, tokens: Sequence[int], first_position: int, output_last: bool = True, output_all: bool = False
     ) -> np.ndarray | None:
         """Evaluate one graph of at most `n_ubatch` tokens; the logits `[n_vocab]` of its last token, or None.
+
+        With `output_all`, the logits `[tokens, n_vocab]` of every token.
 
         Raises:
             RunError: llama.cpp refused the graph.
@@ -147,13 +151,16 @@ class Llama:
             batch.pos[i] = first_position + i
             batch.n_seq_id[i] = 1
             batch.seq_id[i][0] = 0
-            batch.logits[i] = output_last and i == len(tokens) - 1
+            batch.logits[i] = output_all or (output_last and i == len(tokens) - 1)
         status = self._llama.llama_decode(self._context, batch)
         if status != 0:
             raise RunError(
                 f"llama.cpp refused a graph of {len(tokens)} tokens at position {first_position} "
                 f"(status {status}, context {self.n_ctx}): {_last_log()}"
             )
+        if output_all:
+            logits = self._llama.llama_get_logits(self._context)
+            return np.ctypeslib.as_array(logits, (len(tokens), self.n_vocab)).copy()
         if not output_last:
             return None
         logits = self._llama.llama_get_logits_ith(self._context, len(tokens) - 1)

@@ -22,6 +22,8 @@ class PlannedGraph(NamedTuple):
     wants_output: bool
     next_index: int | None
     """Index of the token its last position is scored on, or None."""
+    every_position: bool = False
+    """Whether logits of every position are wanted, not of the last only."""
 
 
 def chunks(turn: int, start: int, stop: int, first_position: int, n_ubatch: int) -> Iterator[PlannedGraph]:
@@ -43,3 +45,15 @@ def text_graphs(n_tokens: int, window: int, n_ubatch: int) -> Iterator[PlannedGr
         yield from chunks(turn, start, start + skip, 0, n_ubatch)
         for at in range(start + skip, stop - 1):
             yield PlannedGraph(turn, DECODE, at, at + 1, at - start, True, at + 1)
+
+
+def wide_graphs(n_tokens: int, window: int) -> Iterator[PlannedGraph]:
+    """Wide mode over a text: one graph holds a window's positions, as decode, so that policies are armed.
+
+    The same windows as `text_graphs`; a window's last token, which nothing follows, is left out there and
+    here. Kept to show that such a graph cannot price a policy that looks at the cache.
+    """
+    for turn, start in enumerate(range(0, n_tokens, window)):
+        stop = min(start + window, n_tokens) - 1
+        if stop > start:
+            yield PlannedGraph(turn, DECODE, start, stop, 0, True, None, every_position=True)
