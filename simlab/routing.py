@@ -67,11 +67,16 @@ def selection_key(xp: Any, value: Array, tier: Array, expert: Array) -> Array:
     return ((tier_bits + _sortable(xp, value)) << _EXPERT_BITS) + id_bits
 
 
-def take_top(xp: Any, key: Array, expert: Array, n: int) -> Array:
-    """The `n` candidates of largest key, descending: int32 `[n, ...]`. Keys are unique, so any method agrees."""
-    if isinstance(key, np.ndarray):
-        order = xp.argsort(-key, axis=0)[:n]
-        return xp.take_along_axis(xp.broadcast_to(expert, key.shape), order, axis=0)
+def take_top(xp: Any, value: Array, tier: Array, expert: Array, n: int) -> Array:
+    """The `n` candidates of largest (tier, value), descending, ties to the lower expert: int32 `[n, ...]`."""
+    if isinstance(value, np.ndarray):
+        ranked = np.where(value != value, np.float32("-inf"), value)
+        keys = (
+            (expert, -ranked) if isinstance(tier, int) else (expert, -ranked, -tier + np.zeros_like(expert))
+        )
+        order = np.lexsort(keys, axis=0)[:n]
+        return np.take_along_axis(expert, order, axis=0)
+    key = selection_key(xp, value, tier, expert)
     picks = []
     for _ in range(n):
         best = xp.max(key, axis=0)
@@ -106,14 +111,14 @@ def rerank(
     exists = router != _NO_SLOT
     n_slots = exists.sum(axis=0).astype(xp.int32)
     choice, new_state = step.policy.function(xp, candidates, row, state, knobs)
-    key = selection_key(xp, choice.value, choice.tier, candidates.expert)
     n = min(router.shape[0], candidates.value.shape[0])
-    picked = take_top(xp, key, candidates.expert, n)
+    picked = take_top(xp, choice.value, choice.tier, candidates.expert, n)
     if n < router.shape[0]:
         picked = xp.concatenate([picked, xp.full_like(router[n:], _NO_SLOT)])
-    # The n-th slot that exists gets the n-th pick, wherever the holes are.
-    nth = xp.maximum(xp.cumsum(exists, axis=0) - 1, 0)
-    picked = xp.where(exists, xp.take_along_axis(picked, nth, axis=0), _NO_SLOT)
+    if not (isinstance(exists, np.ndarray) and exists.all()):
+        # The n-th slot that exists gets the n-th pick, wherever the holes are.
+        nth = xp.maximum(xp.cumsum(exists, axis=0) - 1, 0)
+        picked = xp.where(exists, xp.take_along_axis(picked, nth, axis=0), _NO_SLOT)
     # With no expert outside the routing there is nothing to choose: declined, not counted (E <= k).
     active = armed & choice.active & (n_slots > 0) & (row.k < candidates.value.shape[0])
     is_new = exists & ~members(xp, picked, router)

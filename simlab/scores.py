@@ -29,18 +29,22 @@ class RowStatistics(NamedTuple):
 def ranking_values(scores: Float32, space: ScoreSpace) -> Float32:
     """What the margin acts on: ln p of probabilities (-inf for p <= 0), other scores as they are; NaN ranks as -inf."""
     if space == "prob":
-        with np.errstate(divide="ignore", invalid="ignore"):
-            value = np.log(scores.astype(np.float64)).astype(np.float32)
-        value = np.where(scores > 0, value, np.float32("-inf"))
+        value = np.full(scores.shape, -np.inf)
+        # NaN and p <= 0 keep their -inf.
+        np.log(scores.astype(np.float64), out=value, where=scores > 0)
+        value = value.astype(np.float32)
     else:
-        value = scores
+        value = np.where(np.isnan(scores), np.float32("-inf"), scores).astype(np.float32, copy=False)
     # Adding zero turns -0.0 into 0.0, so that equal scores compare equal bit for bit.
-    return np.where(np.isnan(value), np.float32("-inf"), value).astype(np.float32) + np.float32(0)
+    return value + np.float32(0)
 
 
 def row_statistics(values: Float32) -> RowStatistics:
     """Largest, range and smallest of the finite values along the last axis; zeros for a row without any."""
     finite = np.isfinite(values)
+    if finite.all() and values.shape[-1]:
+        top, bottom = values.max(axis=-1), values.min(axis=-1)
+        return RowStatistics(top, top - bottom, bottom)
     some = finite.any(axis=-1)
     top = np.where(some, np.where(finite, values, np.float32("-inf")).max(axis=-1), np.float32(0))
     bottom = np.where(some, np.where(finite, values, np.float32("inf")).min(axis=-1), np.float32(0))

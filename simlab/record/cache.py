@@ -2,11 +2,13 @@
 
 Follows engine-semantics, section 3: one lookup per unique expert of a batch, eviction at the batch's end
 from the smallest key among entries the batch did not touch. The eviction policy is the same source the
-replayer runs.
+replayer runs; where its key is the last position itself (`lru`), an ordered dictionary gives the same order
+for less.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -21,8 +23,8 @@ class BatchOutcome(NamedTuple):
     lookups: int
     hits: int
     misses: list[int]
-    charged: dict[int, tuple[int, int]]
-    """Per missed expert, the (row, slot) its read is charged to."""
+    charged: list[tuple[int, int]]
+    """(row, slot) each missed expert's read is charged to: its first slot that is not dropped."""
     evicted: list[tuple[int, int]]
     """(layer index, expert) of entries that left."""
 
@@ -33,6 +35,7 @@ class LiveCache:
     Args:
         entry_bytes: int64 `[n_moe_layers]`.
         policy: eviction policy; `knobs` its values.
+        ordered: False keeps to the array form even where an ordered dictionary would do (for tests).
     """
 
     def __init__(
@@ -42,82 +45,94 @@ class LiveCache:
         budget: ResolvedBudget,
         policy: EvictionPolicy,
         knobs: SimpleNamespace,
+        ordered: bool = True,
     ) -> None:
         self.n_expert = n_expert
-        self._entry_bytes = entry_bytes
+        self._entry_bytes = [int(size) for size in entry_bytes]
         self._policy, self._knobs = policy, knobs
         n = len(entry_bytes) * n_expert
         self._sizes = np.repeat(entry_bytes, n_expert)
         self._layer_of = np.repeat(np.arange(len(entry_bytes)), n_expert)
         self.resident = np.zeros(n, dtype=bool)
+        self._by_layer = self.resident.reshape(len(entry_bytes), n_expert)
         self._last = np.full(n, -1, dtype=np.int64)
         self._state = {
             name: np.full(n, first, dtype=np.int64 if isinstance(first, int) else np.float64)
             for name, first in policy.state.items()
         }
-        self._used = np.zeros(len(entry_bytes), dtype=np.int64)
+        self._recency: OrderedDict[int, None] | None = None
+        if ordered and policy.touch is None and _keeps_recency_order(policy, knobs):
+            self._recency = OrderedDict()
+        self._used = [0] * len(entry_bytes)
         self._position = 0
         self._batch = 0
         self.budget = budget
 
     def set_budget(self, budget: ResolvedBudget) -> None:
-        """Another budget from the next batch on; the overshoot leaves at that batch's end."""
+        """Another budget from the next batch on, whose end evicts the overshoot.
+
+        Raises:
+            ValueError: to or from a cache that is off; start a new session for that.
+        """
+        if budget.off != self.budget.off:
+            raise ValueError("a cache cannot be switched on or off within a session")
         self.budget = budget
 
     def residency(self, layer: int) -> np.ndarray:
-        """bool `[n_expert]` of one layer index, a copy: the snapshot a batch decides on."""
-        return self.resident[layer * self.n_expert : (layer + 1) * self.n_expert].copy()
+        """bool `[n_expert]` of one layer index, a view: what a batch decides on until it runs."""
+        return self._by_layer[layer]
 
     def run_batch(
-        self, layer: int, walk: np.ndarray, dropped: np.ndarray, weights: np.ndarray
+        self, layer: int, walk: np.ndarray, dropped: np.ndarray | None, weights: np.ndarray
     ) -> BatchOutcome:
         """Look up, insert and evict for one batch.
 
         Args:
             layer: MoE layer index.
-            walk: int32 `[k, n]` experts after repointing, -1 where a slot does not exist.
-            dropped: bool `[k, n]`.
-            weights: float32 `[k, n]` applied weights.
+            walk: int32 `[rows, k]` experts after repointing, -1 where a slot does not exist.
+            dropped: bool `[rows, k]`, None if nothing was.
+            weights: float32 `[rows, k]` applied weights.
         """
-        start = layer * self.n_expert
-        k, n_rows = walk.shape
-        seen: set[int] = set()
+        start, k = layer * self.n_expert, walk.shape[1]
+        resident, recency, last = self.resident, self._recency, self._last
+        touched: set[int] = set()
         misses: list[int] = []
         charged: dict[int, tuple[int, int]] = {}
-        hits = 0
-        rows, drops = walk.T.tolist(), dropped.T.tolist()
-        for row in range(n_rows):
+        drops = dropped.tolist() if dropped is not None else None
+        for row, experts in enumerate(walk.tolist()):
             first_seen = set()
-            for slot, expert in enumerate(rows[row]):
+            for slot, expert in enumerate(experts):
                 if expert < 0:
                     continue
                 entry = start + expert
-                self._last[entry] = self._position + row * k + slot
-                if expert not in seen:
-                    seen.add(expert)
+                if entry not in touched:
+                    touched.add(entry)
                     first_seen.add(expert)
-                    if self.resident[entry]:
-                        hits += 1
-                    else:
+                    if not resident[entry]:
                         misses.append(expert)
+                if recency is None:
+                    last[entry] = self._position + row * k + slot
+                else:
+                    recency[entry] = None
+                    recency.move_to_end(entry)
                 if (
-                    expert in first_seen
+                    misses
+                    and expert in first_seen
                     and expert not in charged
-                    and not drops[row][slot]
-                    and not self.resident[entry]
+                    and not resident[entry]
+                    and not (drops is not None and drops[row][slot])
                 ):
                     charged[expert] = (row, slot)
             if self._policy.touch is not None:
-                self._touch(start, layer, walk[:, row], weights[:, row], first_seen)
-        self._position += k * n_rows
-        missed = start + np.asarray(misses, dtype=np.int64)
-        touched = start + np.fromiter(seen, dtype=np.int64, count=len(seen))
-        if not self.budget.off:
-            self.resident[missed] = True
-            self._used[layer] += int(self._entry_bytes[layer]) * len(misses)
+                self._touch(start, layer, walk[row], weights[row], first_seen)
+        self._position += walk.size
+        if misses and not self.budget.off:
+            for expert in misses:
+                resident[start + expert] = True
+            self._used[layer] += self._entry_bytes[layer] * len(misses)
         evicted = self._evict(layer, touched)
         self._batch += 1
-        return BatchOutcome(len(seen), hits, misses, charged, evicted)
+        return BatchOutcome(len(touched), len(touched) - len(misses), misses, list(charged.values()), evicted)
 
     def _touch(
         self, start: int, layer: int, walk: np.ndarray, weights: np.ndarray, first_seen: set[int]
@@ -141,26 +156,60 @@ class LiveCache:
         for name, values in new.items():
             self._state[name][entries] = values
 
-    def _evict(self, layer: int, touched: np.ndarray) -> list[tuple[int, int]]:
+    def _evict(self, layer: int, touched: set[int]) -> list[tuple[int, int]]:
         if self.budget.off:
+            self._recency = OrderedDict() if self._recency is not None else None
             return []
         if self.budget.per_layer:
-            over = int(self._used[layer]) - self.budget.layer_bytes[layer]
+            over = self._used[layer] - self.budget.layer_bytes[layer]
         else:
-            over = int(self._used.sum()) - self.budget.total_bytes
+            over = sum(self._used) - self.budget.total_bytes
         if over <= 0:
             return []
+        leaving = (
+            self._oldest(layer, touched, over)
+            if self._recency is not None
+            else self._smallest(layer, touched, over)
+        )
+        found = []
+        for entry in leaving:
+            at, expert = divmod(entry, self.n_expert)
+            self.resident[entry] = False
+            self._used[at] -= self._entry_bytes[at]
+            found.append((at, expert))
+        return found
+
+    def _oldest(self, layer: int, touched: set[int], over: int) -> list[int]:
+        """Least recent entries that free `over` bytes; the touched ones are the most recent."""
+        assert self._recency is not None
+        leaving = []
+        for entry in self._recency:
+            if over <= 0 or entry in touched:
+                break
+            at = entry // self.n_expert
+            if self.budget.per_layer and at != layer:
+                continue
+            leaving.append(entry)
+            over -= self._entry_bytes[at]
+        for entry in leaving:
+            del self._recency[entry]
+        return leaving
+
+    def _smallest(self, layer: int, touched: set[int], over: int) -> list[int]:
+        """Entries of smallest key, then least recent, then lower (layer, expert), that free `over` bytes."""
         may_leave = self.resident.copy()
-        may_leave[touched] = False
+        may_leave[list(touched)] = False
         if self.budget.per_layer:
             may_leave &= self._layer_of == layer
         entries = np.flatnonzero(may_leave)
         state = {name: a[entries] for name, a in self._state.items()}
         key = self._policy.key(np, state, self._last[entries], np.int64(self._batch), self._knobs)
-        # Smallest key first, then the least recent, then the lower (layer, expert).
         order = entries[np.lexsort((entries, self._last[entries], key))]
         freed = np.cumsum(self._sizes[order])
-        leaving = order[: int(np.searchsorted(freed, over)) + 1]
-        self.resident[leaving] = False
-        np.subtract.at(self._used, self._layer_of[leaving], self._sizes[leaving])
-        return [(int(e) // self.n_expert, int(e) % self.n_expert) for e in leaving]
+        return order[: int(np.searchsorted(freed, over)) + 1].tolist()
+
+
+def _keeps_recency_order(policy: EvictionPolicy, knobs: SimpleNamespace) -> bool:
+    """Whether a policy's key is the last position itself."""
+    positions = np.arange(2, dtype=np.int64)
+    return not policy.state and policy.key(np, {}, positions, np.int64(0), knobs) is positions

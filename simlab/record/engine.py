@@ -117,6 +117,16 @@ class Engine:
         return self._llama.n_ctx
 
     @property
+    def n_ubatch(self) -> int:
+        """Largest number of tokens in one graph."""
+        return self._llama.n_ubatch
+
+    @property
+    def window(self) -> int:
+        """Tokens of a text scored before the context starts anew."""
+        return min(self._llama.n_ctx_train, self.n_ctx)
+
+    @property
     def cache(self) -> LiveCache:
         """The session's expert cache."""
         return self._cache
@@ -223,8 +233,7 @@ class Engine:
         self, tokens: Sequence[int], recorder: Recorder | None = None, progress: Any = None
     ) -> list[GraphResult]:
         """Teacher-forced step mode over a text (engine-semantics, section 5); logits are kept only for nll."""
-        window = min(self._llama.n_ctx_train, self.n_ctx)
-        plans = list(text_graphs(len(tokens), window, self._llama.n_ubatch))
+        plans = list(text_graphs(len(tokens), self.window, self._llama.n_ubatch))
         results, turn = [], None
         for done, plan in enumerate(plans):
             if plan.turn != turn:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from simlab.errors import RunError
@@ -45,6 +45,7 @@ class ExpertMemory:
             ]
             for expert, parts in enumerate(zip(*columns, strict=True)):
                 self.slices[layer, expert] = parts
+        self._pages = {entry: [self._pages_of(s) for s in parts] for entry, parts in self.slices.items()}
         self.entry_bytes = {layer: sum(s.size for s in self.slices[layer, 0]) for layer in sorted(tensors)}
         """Exact bytes of one entry per layer."""
 
@@ -85,11 +86,14 @@ class ExpertMemory:
             for e in range(n_expert)
         ]
 
+    def _pages_of(self, s: Slice) -> tuple[mmap.mmap, int, int]:
+        first, last = page_window(s.address, s.size)
+        return self._regions[s.region], first - self._bases[s.region], last - first
+
     def release(self, layer: int, expert: int) -> None:
         """Give all pages of an entry back to the system."""
-        for s in self.slices[layer, expert]:
-            first, last = page_window(s.address, s.size)
-            self._regions[s.region].madvise(mmap.MADV_DONTNEED, first - self._bases[s.region], last - first)
+        for region, start, length in self._pages[layer, expert]:
+            region.madvise(mmap.MADV_DONTNEED, start, length)
 
     def window_bytes(self, layer: int, direct: bool) -> tuple[int, ...]:
         """Per expert of a layer, the bytes its reads ask the device for."""
@@ -129,8 +133,3 @@ class ExpertMemory:
             tensor = Tensor.from_address(pointer)
             tensor.data, tensor.nb[2], tensor.nb[3] = data, stride, outer
         self._originals = []
-
-
-def slices_of(experts: ExpertMemory, layer: int, misses: Sequence[int]) -> list[Slice]:
-    """All reads that make these experts of a layer resident, in order."""
-    return [s for expert in misses for s in experts.slices[layer, expert]]

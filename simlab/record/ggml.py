@@ -211,6 +211,4 @@ def rows_of(tensor: Tensor, columns: int, rows: int, row_stride: int, dtype: typ
     """A writable NumPy view `[rows, columns]` of 4-byte elements, by the tensor's own strides, nothing copied."""
     size = row_stride * (rows - 1) + 4 * columns
     flat = np.frombuffer(memoryview(memory(tensor.data, size)), dtype=dtype)
-    if rows == 1:
-        return flat.reshape(1, columns)
     return np.lib.stride_tricks.as_strided(flat, (rows, columns), (row_stride, 4))

@@ -96,6 +96,9 @@ class Recorder:
         n = len(event.router_experts)
         # The last layer may route only the tokens whose output was asked for.
         rows = np.arange(n) if n == len(place.tokens) else np.array([len(place.tokens) - 1] * n)
+        read_bytes = np.zeros(event.experts.shape, dtype=np.int64)
+        for row, slot in event.charged:
+            read_bytes[row, slot] = event.entry_bytes
         columns: dict[str, Any] = {
             **{name: np.full(n, value) for name, value in where.items()},
             "step": np.asarray(place.positions)[rows],
@@ -106,9 +109,9 @@ class Recorder:
             "router_experts": event.router_experts,
             "experts": event.experts,
             "weights": event.weights,
-            "residency": event.residency,
+            "residency": event.residency.astype(np.int8),
             "dropped": event.dropped,
-            "read_bytes": event.read_bytes,
+            "read_bytes": read_bytes,
         }
         if event.gate_probs is not None:
             columns["gate_probs"] = event.gate_probs

@@ -1,0 +1,232 @@
+"""A route's policies on the rows of one live batch, with NumPy: the engine's side of `simlab.routing`.
+
+A decode graph has one row, so that case carries no row axis: candidates are `[n_expert]` and everything per
+row is a scalar. Several rows (a wide graph) come as `[n_expert, rows]`.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+
+from simlab.errors import RunError
+from simlab.routing import drop, drop_armed, knob_values, rerank
+from simlab.scores import applied_weights, gate_numerators, ranking_values, router_ranking, row_statistics
+from simlab.types import Array, Candidates, Route, Row, ScoreSpace, Step, WeightRule
+
+
+class LiveRerouted(NamedTuple):
+    """Executed ids int32 `[rows, k]` (the router's own array where nothing changed) and what it took."""
+
+    experts: np.ndarray
+    reranked: int
+    substituted: int
+
+
+class LiveDropped(NamedTuple):
+    """Dropped slots, the ids the cache walks, and the weights the matmuls apply; all `[rows, k]`."""
+
+    dropped: np.ndarray
+    walk: np.ndarray
+    applied: np.ndarray
+
+
+class LiveRoute:
+    """One route with its knobs and its per-layer state.
+
+    Args:
+        k: experts per token in force. `weight_rule` None where weights cannot be rebuilt from the scores.
+    """
+
+    def __init__(
+        self,
+        route: Route,
+        k: int,
+        n_expert: int,
+        n_layers: int,
+        space: ScoreSpace,
+        weight_rule: WeightRule | None,
+    ) -> None:
+        self._rerank, self._drop = route.step("rerank"), route.step("drop")
+        self._knobs = {s.policy.stage: knob_values(s.policy.knobs, s.knobs) for s in route.steps}
+        self._states: dict[str, list[dict[str, Array]]] = {
+            s.policy.stage: [{n: np.float32(v) for n, v in s.policy.state.items()} for _ in range(n_layers)]
+            for s in route.steps
+        }
+        self._k, self._rule = np.int32(k), weight_rule
+        self._space: ScoreSpace = space
+        self._experts = np.arange(n_expert, dtype=np.int32)
+        self._zeros = np.zeros(n_expert, dtype=np.float32)
+        self._no_rank = np.zeros(n_expert, dtype=np.int32)
+        self.reranks = self._rerank is not None and n_expert > k
+
+    @property
+    def drops(self) -> bool:
+        """Whether a drop policy is part of the route."""
+        return self._drop is not None
+
+    # -- rerank ---------------------------------------------------------------------------------------------
+
+    def rerank(
+        self, layer: int, scores: np.ndarray, router: np.ndarray, resident: np.ndarray
+    ) -> LiveRerouted:
+        """Run the rerank policy on a decode batch.
+
+        Args:
+            layer: MoE layer index. scores: float32 `[rows, n_expert]`. router: int32 `[rows, k]`.
+            resident: bool `[n_expert]`, the batch's snapshot.
+        """
+        step = self._rerank
+        assert step is not None
+        # A policy with state sees rows one after the other, as the replayer's scan does.
+        if step.policy.state and len(scores) > 1:
+            parts = [
+                self.rerank(layer, scores[i : i + 1], router[i : i + 1], resident) for i in range(len(scores))
+            ]
+            return LiveRerouted(
+                np.concatenate([p.experts for p in parts]),
+                sum(p.reranked for p in parts),
+                sum(p.substituted for p in parts),
+            )
+        picks = _columns(router)
+        candidates, row = self._candidates(step, layer, scores, router, resident)
+        found = rerank(
+            np,
+            step,
+            self._knobs["rerank"],
+            candidates,
+            row,
+            picks,
+            np.True_ if picks.ndim == 1 else np.ones(len(router), dtype=bool),
+            self._states["rerank"][layer],
+        )
+        self._states["rerank"][layer] = found.state
+        substituted = int(found.substituted.sum())
+        experts = np.ascontiguousarray(_rows(found.experts), dtype=np.int32) if substituted else router
+        return LiveRerouted(experts, int(found.reranked.sum()), substituted)
+
+    def _candidates(
+        self, step: Step, layer: int, scores: np.ndarray, router: np.ndarray, resident: np.ndarray
+    ) -> tuple[Candidates, Row]:
+        needs, n_rows = step.policy.needs, len(scores)
+        values = ranking_values(scores, self._space) if needs & {"scores", "rank"} else None
+        rank = self._ranks(values, router) if values is not None and "rank" in needs else None
+        weight = self._own_weights(scores, router) if "weights" in needs else None
+
+        def of(column: np.ndarray | None, otherwise: np.ndarray) -> np.ndarray:
+            return self._along(otherwise, n_rows) if column is None else _columns(column)
+
+        candidates = Candidates(
+            value=of(values if "scores" in needs else None, self._zeros),
+            expert=self._along(self._experts, n_rows),
+            rank=of(rank, self._no_rank),
+            resident=self._along(resident, n_rows),
+            weight=of(weight, self._zeros),
+        )
+        return candidates, self._row(layer, values, resident, n_rows)
+
+    def _row(self, layer: int, values: np.ndarray | None, resident: np.ndarray, n_rows: int) -> Row:
+        zero = np.zeros(n_rows, dtype=np.float32)
+        top, span, n_resident = zero, zero, np.full(n_rows, np.count_nonzero(resident))
+        if values is not None:
+            top, span, _ = row_statistics(values)
+            n_resident = np.count_nonzero(np.isfinite(values) & resident, axis=1)
+        fields = (np.full(n_rows, self._k), np.full(n_rows, layer, dtype=np.int32), top, span, n_resident)
+        if n_rows == 1:
+            fields = tuple(field[0] for field in fields)
+        k, at, top, span, n_resident = fields
+        return Row(k, at, top, span, n_resident.astype(np.int32))
+
+    @staticmethod
+    def _along(column: np.ndarray, n_rows: int) -> np.ndarray:
+        return column if n_rows == 1 else np.broadcast_to(column[:, None], (len(column), n_rows))
+
+    @staticmethod
+    def _ranks(values: np.ndarray, router: np.ndarray) -> np.ndarray:
+        """int32 `[rows, n_expert]`: place of every expert in the router's own ranking."""
+        order = router_ranking(values, router)
+        ranks = np.empty_like(order)
+        np.put_along_axis(ranks, order, np.arange(order.shape[1])[None], axis=1)
+        return ranks.astype(np.int32)
+
+    def _own_weights(self, scores: np.ndarray, router: np.ndarray) -> np.ndarray:
+        """`[rows, n_expert]`: the weights of the router's own picks, rebuilt; the graph has not made them yet."""
+        if self._rule is None:
+            raise RunError(
+                "a rerank policy that needs weights cannot run where the gate is a tensor of its own"
+            )
+        numerators = np.take_along_axis(gate_numerators(scores, self._rule), router, axis=1)
+        found = np.zeros_like(scores)
+        weights = applied_weights(np, numerators.T, router.T >= 0, self._rule)
+        np.put_along_axis(found, router, weights.T, axis=1)
+        return found
+
+    # -- drop -----------------------------------------------------------------------------------------------
+
+    def drop(
+        self,
+        layer: int,
+        scores: np.ndarray,
+        experts: np.ndarray,
+        weights: np.ndarray,
+        resident: np.ndarray,
+        decode: bool,
+    ) -> LiveDropped | None:
+        """Run the drop policy on a batch; None where it drops nothing.
+
+        Args:
+            experts: int32 `[rows, k]`, after substitution. weights: float32 `[rows, k]`, as the graph made them.
+
+        Raises:
+            RunError: a weight is NaN.
+        """
+        step = self._drop
+        assert step is not None
+        knobs, n_rows = self._knobs["drop"], len(experts)
+        if np.isnan(weights).any():
+            raise RunError(f"a routing weight is NaN; {step.policy.name} cannot decide on it")
+        values = ranking_values(scores, self._space) if "scores" in step.policy.needs else None
+        of_slots = (
+            np.take_along_axis(values, experts, axis=1) if values is not None else np.zeros_like(weights)
+        )
+        slots = Candidates(
+            value=_columns(of_slots),
+            expert=_columns(experts),
+            rank=self._along(np.arange(experts.shape[1], dtype=np.int32), n_rows),
+            resident=_columns(resident[experts]),
+            weight=_columns(weights),
+        )
+        row = self._row(layer, values, resident, n_rows)
+        armed = drop_armed(np, step, knobs, np.bool_(decode) if n_rows == 1 else np.full(n_rows, decode))
+        found = drop(np, step, knobs, slots, row, armed, self._states["drop"][layer])
+        self._states["drop"][layer] = found.state
+        dropped = _rows(found.dropped)
+        if not dropped.any():
+            return None
+        return LiveDropped(dropped, _rows(found.walk), _after_drop(weights, dropped, knobs))
+
+
+def _columns(rows: np.ndarray) -> np.ndarray:
+    """`[rows, n]` as a policy sees it: `[n]` for one row, else `[n, rows]`."""
+    return rows[0] if len(rows) == 1 else rows.T
+
+
+def _rows(columns: np.ndarray) -> np.ndarray:
+    """The other way."""
+    return columns[None] if columns.ndim == 1 else columns.T
+
+
+def _after_drop(weights: np.ndarray, dropped: np.ndarray, knobs: SimpleNamespace) -> np.ndarray:
+    """The weights `[rows, k]` after dropping: zeros, and the survivors scaled back to the old total."""
+    applied = np.where(dropped, np.float32(0), weights)
+    if not getattr(knobs, "renorm", 1):
+        return applied
+    total, kept = np.zeros((2, len(weights)), dtype=np.float32)
+    for slot in range(weights.shape[1]):
+        total = total + weights[:, slot]
+        kept = kept + applied[:, slot]
+    scaled = dropped.any(axis=1) & (kept > 0)
+    factor = np.where(scaled, total / np.where(scaled, kept, 1), 1).astype(np.float32)
+    return applied * factor[:, None]
