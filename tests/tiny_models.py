@@ -1,7 +1,7 @@
 """Tiny random mixture-of-experts models as GGUF files, in the layouts real users have.
 
-The weights are noise, written straight as quantised blocks, so a model of some hundred MB takes a second or
-two and no memory. The vocabulary is one token per byte.
+The weights are noise, written straight as quantised blocks: some hundred MB take two seconds and little memory.
+The vocabulary is one token per byte.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from simlab.types import Gating
 
 _N_HEAD = 4
 _N_CTX = 512
+_N_VOCAB = 259
 _ROUTER_SPREAD = 1.5
 """Standard deviation of a router's logits: no expert is always picked, no softmax saturates."""
 _SSM_STATE, _SSM_CONV = 32, 4
+_RECURRENT = {("nemotron_h_moe", 0), *(("qwen35moe", i) for i in range(3))}
+"""Architectures with layers that are neither attention nor experts, and where in every four they lie."""
 _GATING_CODE = {"softmax": 1, "sigmoid": 2, "logits": 3}
 
 
@@ -63,14 +66,17 @@ class Layout:
     @property
     def moe_layers(self) -> tuple[int, ...]:
         """Layers with experts."""
-        return tuple(
-            i for i in range(self.dense_lead, self.n_layer) if (i - self.dense_lead + 1) % self.moe_every == 0
-        )
+        return tuple(range(self.dense_lead + self.moe_every - 1, self.n_layer, self.moe_every))
 
     @property
     def separate_gate(self) -> bool:
         """The weights are gathered from another tensor than the one that is sorted."""
         return self.bias or self.groups is not None or self.arch == "llama4"
+
+    @property
+    def n_kv(self) -> int:
+        """Key-value heads."""
+        return _N_HEAD if self.arch == "olmoe" else _N_HEAD // 2
 
     @property
     def suffixes(self) -> tuple[str, ...]:
@@ -88,6 +94,7 @@ class Layout:
 
 _MIXED = (("Q8_0", "Q8_0"), ("Q4_K", "Q5_0"), ("Q4_0", "F16"), ("Q5_0", "Q4_0"))
 _QWEN = Layout("qwen3moe", "softmax", normalised=True)
+_SIGMOID = Layout("hy_v3", "sigmoid", normalised=True, scale=2.5, bias=True, shared=True, n_layer=4, k=3)
 
 LAYOUTS: dict[str, Layout] = {
     "split": _QWEN,
@@ -96,49 +103,13 @@ LAYOUTS: dict[str, Layout] = {
     "top1": replace(_QWEN, k=1),
     "wide": replace(_QWEN, n_expert=256, k=8, n_ff=32),
     "unnormalised": Layout("olmoe", "softmax", normalised=False, k=3),
-    "fused": Layout(
-        "hy_v3",
-        "sigmoid",
-        normalised=True,
-        scale=1.5,
-        bias=True,
-        fused=True,
-        dense_lead=1,
-        shared=True,
-        n_layer=4,
-        k=3,
-    ),
-    "gemma4": Layout(
-        "gemma4", "softmax", normalised=True, fused=True, dense_lead=1, shared=True, n_layer=4, k=3
-    ),
-    "grouped": Layout(
-        "bailingmoe2",
-        "sigmoid",
-        normalised=True,
-        scale=2.5,
-        bias=True,
-        groups=(4, 2),
-        dense_lead=1,
-        shared=True,
-        n_layer=4,
-        n_expert=16,
-        k=4,
-    ),
+    "fused": replace(_SIGMOID, scale=1.5, fused=True, dense_lead=1),
+    "grouped": replace(_SIGMOID, arch="bailingmoe2", groups=(4, 2), dense_lead=1, n_expert=16, k=4),
+    "nemotron": replace(_SIGMOID, arch="nemotron_h_moe", gated=False, moe_every=2),
+    "gemma4": replace(_QWEN, arch="gemma4", fused=True, dense_lead=1, shared=True, n_layer=4, k=3),
     "gpt-oss": Layout("gpt-oss", "logits", normalised=False, quants=(("MXFP4", "MXFP4"),), k=3),
     "llama4": Layout("llama4", "sigmoid", normalised=False, moe_every=2, shared=True, n_layer=4, k=1),
-    "nemotron": Layout(
-        "nemotron_h_moe",
-        "sigmoid",
-        normalised=True,
-        scale=2.5,
-        bias=True,
-        gated=False,
-        moe_every=2,
-        shared=True,
-        n_layer=4,
-        k=3,
-    ),
-    "qwen35": Layout("qwen35moe", "softmax", normalised=True, shared=True, n_layer=4, n_expert=16, k=4),
+    "qwen35": replace(_QWEN, arch="qwen35moe", shared=True, n_layer=4, n_expert=16, k=4),
 }
 
 
@@ -156,36 +127,33 @@ def make_model(folder: Path, layout: str, *, seed: int = 0, **overrides: Any) ->
     """Write a model of one of the `LAYOUTS`, deterministic by seed; returns the file to open, the first shard's.
 
     `overrides` replace the layout's fields: `make_model(tmp, "split", n_layer=8, n_embd=512, n_ff=768,
-    n_expert=32)` has 320 MB of experts.
+    n_expert=32)` has 320 MB of experts. What an architecture's graph fixes (qwen3moe always normalises) stays.
     """
     made = replace(LAYOUTS[layout], **overrides)
     tensors = list(_tensors(made))
     path = folder / f"{layout}.gguf"
-    writer = gguf.GGUFWriter(path, made.arch, split_max_tensors=_per_shard(len(tensors), made.shards))
-    _add_vocabulary(writer)
-    writer.add_name(f"tiny random {layout}")
+    per_shard = math.ceil(len(tensors) / made.shards) if made.shards > 1 else 0
+    w = gguf.GGUFWriter(path, made.arch, split_max_tensors=per_shard)
+    _add_vocabulary(w)
+    w.add_name(f"tiny random {layout}")
+    add = {bool: w.add_bool, int: w.add_uint32, float: w.add_float32, list: w.add_array}
     for key, value in _metadata(made).items():
-        _add_value(writer, f"{made.arch}.{key}", value)
+        add[type(value)](f"{made.arch}.{key}", value)
     for t in tensors:
-        code = Quant[t.quant]
-        kind = {"F32": np.float32, "F16": np.float16}.get(t.quant, np.float32)
-        writer.add_tensor_info(t.name, t.shape[::-1], np.dtype(kind), _byte_count(t.shape, t.quant), code)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
+        # The type that counts is the last argument.
+        size = _byte_count(t.shape, t.quant)
+        w.add_tensor_info(t.name, t.shape[::-1], np.dtype("f4"), size, Quant[t.quant])
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_ti_data_to_file()
     rng = np.random.default_rng(seed)
     for t in tensors:
-        writer.write_tensor_data(_values(rng, t))
-    writer.close()
+        w.write_tensor_data(_values(rng, t))
+    w.close()
     return path if made.shards == 1 else folder / f"{layout}-00001-of-{made.shards:05d}.gguf"
 
 
-def _per_shard(n_tensors: int, shards: int) -> int:
-    return 0 if shards == 1 else math.ceil(n_tensors / shards)
-
-
-# -- bytes ----------------------------------------------------------------------------------------------------
-
+# -- bytes ---------------------------------------------------------------------------------------------------
 
 _HALVES = {
     # The float16 numbers at the head of a block, for values of standard deviation 1 if the rest is noise.
@@ -221,20 +189,6 @@ def _values(rng: np.random.Generator, tensor: _Tensor) -> np.ndarray:
     return blocks.reshape(-1)
 
 
-# -- metadata -------------------------------------------------------------------------------------------------
-
-
-def _add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    else:
-        writer.add_array(key, value)
-
-
 def _add_vocabulary(writer: gguf.GGUFWriter) -> None:
     """Three special tokens and one per byte; no text gets a special token or a space in front."""
     space = 3 + ord(" ")
@@ -249,12 +203,8 @@ def _add_vocabulary(writer: gguf.GGUFWriter) -> None:
     writer.add_unk_token_id(0)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    writer.add_add_bos_token(False)
-    writer.add_add_eos_token(False)
-    writer.add_add_space_prefix(False)
-
-
-_N_VOCAB = 259
+    for never in (writer.add_add_bos_token, writer.add_add_eos_token, writer.add_add_space_prefix):
+        never(False)
 
 
 def _metadata(m: Layout) -> dict[str, Any]:
@@ -266,12 +216,11 @@ def _metadata(m: Layout) -> dict[str, Any]:
         "embedding_length": m.n_embd,
         "feed_forward_length": m.n_ff,
         "attention.head_count": _N_HEAD,
-        "attention.head_count_kv": _n_kv(m),
+        "attention.head_count_kv": m.n_kv,
         "attention.key_length": head,
         "attention.value_length": head,
         "attention.layer_norm_rms_epsilon": 1e-6,
         "rope.dimension_count": head,
-        "rope.freq_base": 10000.0,
         "expert_count": m.n_expert,
         "expert_used_count": m.k,
         "expert_feed_forward_length": m.n_ff,
@@ -286,25 +235,24 @@ def _metadata(m: Layout) -> dict[str, Any]:
             "expert_shared_feed_forward_length": m.n_ff,
         }
     if m.groups is not None:
-        values |= {"expert_group_count": m.groups[0], "expert_group_used_count": m.groups[1]}
+        values["expert_group_count"], values["expert_group_used_count"] = m.groups
     if m.arch == "gemma4":
         values |= {
             "attention.key_length_swa": head,
             "attention.value_length_swa": head,
             "attention.sliding_window": 16,
-            "attention.sliding_window_pattern": [_slides(i) for i in range(m.n_layer)],
+            "attention.sliding_window_pattern": [i % 2 == 0 for i in range(m.n_layer)],
             "embedding_length_per_layer_input": 0,
             "final_logit_softcapping": 30.0,
         }
     if m.arch == "gpt-oss":
-        values |= {"attention.sliding_window": 16}
+        values["attention.sliding_window"] = 16
     if m.arch == "llama4":
-        values |= {"interleave_moe_layer_step": m.moe_every}
+        values["interleave_moe_layer_step"] = m.moe_every
     if m.arch == "nemotron_h_moe":
-        # A layer is one of three things: experts, attention, or (no keys, no feed-forward) recurrent.
         values |= {
             "attention.layer_norm_epsilon": 1e-6,
-            "attention.head_count_kv": [_n_kv(m) if i % 4 == 2 else 0 for i in range(m.n_layer)],
+            "attention.head_count_kv": [m.n_kv if i % 4 == 2 else 0 for i in range(m.n_layer)],
             "feed_forward_length": [m.n_ff if i in m.moe_layers else 0 for i in range(m.n_layer)],
         }
     if m.arch == "qwen35moe":
@@ -314,26 +262,18 @@ def _metadata(m: Layout) -> dict[str, Any]:
             "full_attention_interval": 4,
         }
     if m.arch in ("nemotron_h_moe", "qwen35moe"):
+        n_heads = m.n_embd // _SSM_STATE
         values |= {
             "ssm.conv_kernel": _SSM_CONV,
             "ssm.inner_size": m.n_embd,
             "ssm.state_size": _SSM_STATE,
-            "ssm.time_step_rank": m.n_embd // _SSM_STATE,
-            "ssm.group_count": m.n_embd // _SSM_STATE,
+            "ssm.time_step_rank": n_heads,
+            "ssm.group_count": n_heads,
         }
     return values
 
 
-def _n_kv(m: Layout) -> int:
-    return _N_HEAD if m.arch == "olmoe" else _N_HEAD // 2
-
-
-def _slides(layer: int) -> bool:
-    """Whether a gemma4 layer attends through the sliding window."""
-    return layer % 2 == 0
-
-
-# -- tensors --------------------------------------------------------------------------------------------------
+# -- tensors -------------------------------------------------------------------------------------------------
 
 
 def _tensors(m: Layout) -> Iterator[_Tensor]:
@@ -356,17 +296,14 @@ def _norm(name: str, n: int) -> _Tensor:
 
 
 def _attention(m: Layout, layer: int) -> Iterator[_Tensor]:
-    head, n_kv = m.n_embd // _N_HEAD, _n_kv(m)
+    head, n_kv = m.n_embd // _N_HEAD, m.n_kv
     yield _norm("attn_norm.weight", m.n_embd)
     if m.arch in ("gemma4", "gpt-oss", "qwen35moe"):
         yield _norm("post_attention_norm.weight", m.n_embd)
     if m.arch == "nemotron_h_moe" and layer in m.moe_layers:
         return
-    if m.arch == "nemotron_h_moe" and layer % 4 == 0:
-        yield from _mamba(m)
-        return
-    if m.arch == "qwen35moe" and (layer + 1) % 4:
-        yield from _delta_net(m)
+    if (m.arch, layer % 4) in _RECURRENT:
+        yield from _recurrent(m)
         return
     if m.arch == "bailingmoe2":
         yield _matrix("attn_qkv.weight", m.n_embd, m.n_embd + 2 * n_kv * head)
@@ -386,31 +323,25 @@ def _attention(m: Layout, layer: int) -> Iterator[_Tensor]:
             yield _Tensor(f"attn_{name}.bias", (n,), spread=0.1)
 
 
-def _mamba(m: Layout) -> Iterator[_Tensor]:
-    n_heads = m.n_embd // _SSM_STATE
-    width = 3 * m.n_embd
-    yield _matrix("ssm_in.weight", m.n_embd, width + m.n_embd + n_heads)
+def _recurrent(m: Layout) -> Iterator[_Tensor]:
+    """What stands in for attention: a Mamba 2 mixer in nemotron, a gated delta net in qwen35."""
+    n_heads, width = m.n_embd // _SSM_STATE, 3 * m.n_embd
     yield _Tensor("ssm_conv1d.weight", (_SSM_CONV, width), spread=0.5)
-    yield _Tensor("ssm_conv1d.bias", (width,), spread=0.1)
     yield _Tensor("ssm_dt.bias", (n_heads,), spread=0.1)
-    yield _Tensor("ssm_a", (1, n_heads), spread=0.1, centre=-1.0)
-    yield _Tensor("ssm_d", (1, n_heads))
-    yield _Tensor("ssm_norm.weight", (_SSM_STATE, n_heads), spread=0.1, centre=1.0)
     yield _matrix("ssm_out.weight", m.n_embd, m.n_embd)
-
-
-def _delta_net(m: Layout) -> Iterator[_Tensor]:
-    """The gated delta net that stands in for attention."""
-    n_heads = m.n_embd // _SSM_STATE
-    yield _matrix("attn_qkv.weight", m.n_embd, 3 * m.n_embd)
-    yield _matrix("attn_gate.weight", m.n_embd, m.n_embd)
-    yield _Tensor("ssm_conv1d.weight", (_SSM_CONV, 3 * m.n_embd), spread=0.5)
-    yield _Tensor("ssm_dt.bias", (n_heads,), spread=0.1)
-    yield _Tensor("ssm_a", (n_heads,), spread=0.1, centre=-1.0)
-    yield _matrix("ssm_beta.weight", m.n_embd, n_heads)
-    yield _matrix("ssm_alpha.weight", m.n_embd, n_heads)
-    yield _norm("ssm_norm.weight", _SSM_STATE)
-    yield _matrix("ssm_out.weight", m.n_embd, m.n_embd)
+    if m.arch == "nemotron_h_moe":
+        yield _matrix("ssm_in.weight", m.n_embd, width + m.n_embd + n_heads)
+        yield _Tensor("ssm_conv1d.bias", (width,), spread=0.1)
+        yield _Tensor("ssm_a", (1, n_heads), spread=0.1, centre=-1.0)
+        yield _Tensor("ssm_d", (1, n_heads))
+        yield _Tensor("ssm_norm.weight", (_SSM_STATE, n_heads), spread=0.1, centre=1.0)
+    else:
+        yield _matrix("attn_qkv.weight", m.n_embd, width)
+        yield _matrix("attn_gate.weight", m.n_embd, m.n_embd)
+        yield _Tensor("ssm_a", (n_heads,), spread=0.1, centre=-1.0)
+        yield _matrix("ssm_beta.weight", m.n_embd, n_heads)
+        yield _matrix("ssm_alpha.weight", m.n_embd, n_heads)
+        yield _norm("ssm_norm.weight", _SSM_STATE)
 
 
 def _feed_forward(m: Layout, layer: int) -> Iterator[_Tensor]:
@@ -458,13 +389,11 @@ def _router(m: Layout) -> Iterator[_Tensor]:
 def _experts(m: Layout, layer: int) -> Iterator[_Tensor]:
     up, down = m.quants[layer % len(m.quants)]
     for suffix in m.suffixes:
+        n_in, n_out, quant = m.n_embd, m.n_ff * (2 if m.fused else 1), up
         if suffix == "ffn_down_exps":
-            yield _matrix(f"{suffix}.weight", m.n_ff, m.n_embd, m.n_expert, quant=down)
-        else:
-            width = 2 * m.n_ff if m.fused else m.n_ff
-            yield _matrix(f"{suffix}.weight", m.n_embd, width, m.n_expert, quant=up)
+            n_in, n_out, quant = m.n_ff, m.n_embd, down
+        yield _matrix(f"{suffix}.weight", n_in, n_out, m.n_expert, quant=quant)
         if m.arch == "gpt-oss":
-            n = m.n_embd if suffix == "ffn_down_exps" else m.n_ff
-            yield _Tensor(f"{suffix}.bias", (n, m.n_expert), spread=0.1)
+            yield _Tensor(f"{suffix}.bias", (n_out, m.n_expert), spread=0.1)
     if m.arch == "gemma4":
         yield _Tensor("ffn_down_exps.scale", (m.n_expert,), spread=0.1, centre=1.0)
