@@ -20,6 +20,7 @@ from simlab.record.gguf import read_gguf
 from simlab.record.hook import RoutingEvent
 from simlab.record.llama import Llama
 from simlab.record.plan import text_graphs
+from simlab.scores import applied_weights, gate_numerators
 
 TEXT = "The quick brown fox\njumps: \u00e9\u20ac\x00 42".encode()
 N_CTX = 128
@@ -102,6 +103,13 @@ def test_a_layout_streams_bit_for_bit_and_routes_by_token(models: dict[str, Path
     assert routing.weight_rule.normalise == layout.normalised
     assert routing.weight_rule.softmax_over_selected == (layout.gating == "logits")
     assert routing.separate_gate == layout.separate_gate
+    for event in events:
+        # What is recorded must give the weights back: the gate is not read from a buffer used again since.
+        assert (event.gate_probs is not None) == layout.separate_gate
+        gate = event.scores if event.gate_probs is None else event.gate_probs
+        numerators = np.take_along_axis(gate_numerators(gate, routing.weight_rule), event.router_experts, 1).T
+        weights = applied_weights(np, numerators, np.ones(numerators.shape, bool), routing.weight_rule)
+        assert np.allclose(weights.T, event.weights, rtol=0, atol=1e-6)
     for layer in layout.moe_layers:
         picks = [tuple(sorted(row)) for e in events if e.layer == layer for row in e.router_experts]
         assert len(set(picks)) > 5
