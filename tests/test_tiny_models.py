@@ -24,7 +24,7 @@ from simlab.scores import applied_weights, gate_numerators
 
 TEXT = "The quick brown fox\njumps: \u00e9\u20ac\x00 42".encode()
 N_CTX = 128
-STREAMED = [name for name in LAYOUTS if name != "grouped"]
+STREAMED = list(LAYOUTS)
 """Layouts the engine streams; it refuses the router of the others by name."""
 
 

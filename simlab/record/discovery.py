@@ -116,6 +116,12 @@ class Discovery:
             )
         if tensor.op == op["SOFT_MAX"]:
             return "softmax", "prob"
+        if tensor.op == op["RESHAPE"] and Tensor.from_address(tensor.src[0]).op == op["SET_ROWS"]:
+            # Group-limited routing: the chosen groups' scores are set into rows of -inf.
+            chosen = Tensor.from_address(Tensor.from_address(tensor.src[0]).src[0])
+            if chosen.op == op["GET_ROWS"]:
+                gating, _ = self._gating(_through(chosen.src[0], {op["RESHAPE"]}))
+                return gating, "raw"
         seen = tensor
         # A selection bias is added to the gate's output; below it lies the gate.
         if seen.op == op["ADD"] and Tensor.from_address(seen.src[0]).op in (op["UNARY"], op["SOFT_MAX"]):

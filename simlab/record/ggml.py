@@ -144,7 +144,7 @@ def op_codes() -> dict[str, int]:
     """ggml's operation numbers by name, asked of ggml itself: they move between releases."""
     base, _ = libraries()
     wanted = {"NONE", "VIEW", "RESHAPE", "ARGSORT", "TOP_K", "SOFT_MAX", "UNARY", "ADD", "SCALE"}
-    wanted |= {"MUL_MAT", "MUL_MAT_ID", "GET_ROWS", "DIV"}
+    wanted |= {"MUL_MAT", "MUL_MAT_ID", "GET_ROWS", "SET_ROWS", "DIV"}
     found: dict[str, int] = {}
     for code in range(200):
         name = base.ggml_op_name(code).decode()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from simlab.errors import RunError
-from simlab.routing import drop, drop_armed, knob_values, rerank
+from simlab.routing import drop, drop_armed, knob_values, rerank, take_top
 from simlab.scores import applied_weights, gate_numerators, ranking_values, router_ranking, row_statistics
 from simlab.types import Array, Candidates, Route, Row, ScoreSpace, Step, WeightRule
 
@@ -90,22 +90,39 @@ class LiveRoute:
                 sum(p.reranked for p in parts),
                 sum(p.substituted for p in parts),
             )
-        picks = _columns(router)
         candidates, row = self._candidates(step, layer, scores, router, resident)
-        found = rerank(
-            np,
-            step,
-            self._knobs["rerank"],
-            candidates,
-            row,
-            picks,
-            np.True_ if picks.ndim == 1 else np.ones(len(router), dtype=bool),
-            self._states["rerank"][layer],
-        )
-        self._states["rerank"][layer] = found.state
-        substituted = int(found.substituted.sum())
-        experts = np.ascontiguousarray(_rows(found.experts), dtype=np.int32) if substituted else router
-        return LiveRerouted(experts, int(found.reranked.sum()), substituted)
+        knobs, state = self._knobs["rerank"], self._states["rerank"][layer]
+        if len(router) == 1:
+            found = self._rerank_row(step, candidates, row, router, knobs, state)
+        else:
+            found = rerank(
+                np, step, knobs, candidates, row, router.T, np.ones(len(router), dtype=bool), state
+            )
+            found = LiveRerouted(
+                np.ascontiguousarray(found.experts.T, dtype=np.int32),
+                int(found.reranked.sum()),
+                int(found.substituted.sum()),
+            )
+        return found if found.substituted else found._replace(experts=router)
+
+    def _rerank_row(
+        self,
+        step: Step,
+        candidates: Candidates,
+        row: Row,
+        router: np.ndarray,
+        knobs: SimpleNamespace,
+        state: dict,
+    ) -> LiveRerouted:
+        """`simlab.routing.rerank` on one row whose slots all exist, which is every decode step, for less."""
+        choice, new_state = step.policy.function(np, candidates, row, state, knobs)
+        self._states["rerank"][int(row.layer)] = new_state
+        if not choice.active:
+            return LiveRerouted(router, 0, 0)
+        k = router.shape[1]
+        picked = take_top(np, choice.value, choice.tier, candidates.expert, k)
+        substituted = len(set(picked.tolist()).difference(router[0].tolist()))
+        return LiveRerouted(picked[None], k, substituted)
 
     def _candidates(
         self, step: Step, layer: int, scores: np.ndarray, router: np.ndarray, resident: np.ndarray
@@ -128,16 +145,20 @@ class LiveRoute:
         return candidates, self._row(layer, values, resident, n_rows)
 
     def _row(self, layer: int, values: np.ndarray | None, resident: np.ndarray, n_rows: int) -> Row:
-        zero = np.zeros(n_rows, dtype=np.float32)
-        top, span, n_resident = zero, zero, np.full(n_rows, np.count_nonzero(resident))
+        at, zero = np.int32(layer), np.float32(0)
+        if n_rows == 1:
+            if values is None:
+                return Row(self._k, at, zero, zero, np.int32(np.count_nonzero(resident)))
+            top, span, _ = row_statistics(values[0])
+            n_resident = np.count_nonzero(np.isfinite(values[0]) & resident)
+            return Row(self._k, at, top, span, np.int32(n_resident))
+        zeros = np.zeros(n_rows, dtype=np.float32)
+        top, span = zeros, zeros
+        n_resident = np.full(n_rows, np.count_nonzero(resident))
         if values is not None:
             top, span, _ = row_statistics(values)
             n_resident = np.count_nonzero(np.isfinite(values) & resident, axis=1)
-        fields = (np.full(n_rows, self._k), np.full(n_rows, layer, dtype=np.int32), top, span, n_resident)
-        if n_rows == 1:
-            fields = tuple(field[0] for field in fields)
-        k, at, top, span, n_resident = fields
-        return Row(k, at, top, span, n_resident.astype(np.int32))
+        return Row(np.full(n_rows, self._k), np.full(n_rows, at), top, span, n_resident.astype(np.int32))
 
     @staticmethod
     def _along(column: np.ndarray, n_rows: int) -> np.ndarray:
