@@ -1,0 +1,421 @@
+"""What the three scores share: running cells over items, counting what each run did, resuming after a kill.
+
+A cell is run over its items (texts, questions, problems) one after the other. Each item is recorded to a
+trace of its own, measured and thrown away, so that a long score needs the disk of one item; the counts add
+up to a cell's numbers. Every finished item is a line of the results file, if one is wanted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from simlab.cells import MIB, effective_k, resolve_budget
+from simlab.errors import InputError, RunError
+from simlab.judge.measure import measure
+from simlab.record.engine import EMBEDDED_MODEL, Engine, auto_budget
+from simlab.record.ggml import engine_version
+from simlab.record.recorder import Recorder
+from simlab.trace.store import Trace, TraceWriter, open_trace
+from simlab.types import DECODE, Cell, CellNumbers, PhaseNumbers, TraceHeader
+
+_HASHED_BYTES = 4 << 20
+"""Of a model file: its header and more; the whole may be tens of gigabytes."""
+
+ItemAnswer = dict[str, Any]
+"""What an item gave, as JSON values; its counts are added under `counts`."""
+RunItem = Callable[[Engine, Recorder, int], ItemAnswer]
+"""`(engine, recorder, item index) -> answer`: run one item in the engine's session, recording it."""
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Results that survive a kill
+
+
+class Results:
+    """Answers per (cell, item), in memory and, if a path is given, as lines of a JSONL file.
+
+    The first line is the fingerprint of what was asked; a file with another one is refused. A line cut
+    short by a kill is dropped, and its item runs again.
+    """
+
+    def __init__(self, path: Path | None, fingerprint: Mapping[str, Any]) -> None:
+        self.path = path
+        self._answers: dict[tuple[int, int], ItemAnswer] = {}
+        self._file = None
+        if path is None:
+            return
+        try:
+            whole = self._read(path, dict(fingerprint)) if path.exists() else 0
+            self._file = path.open("ab")
+            self._file.truncate(whole)
+        except OSError as error:
+            raise InputError(f"--resume {path}: {error.strerror}") from error
+        if whole == 0:
+            self._append({"fingerprint": fingerprint})
+
+    def _read(self, path: Path, fingerprint: dict[str, Any]) -> int:
+        """Take the finished answers in; returns the length in bytes of the whole lines."""
+        lines = path.read_bytes().splitlines(keepends=True)
+        if lines and not lines[-1].endswith(b"\n"):
+            lines.pop()
+        for number, line in enumerate(lines, start=1):
+            try:
+                row = json.loads(line)
+                if number == 1:
+                    self._check(path, row["fingerprint"], fingerprint)
+                else:
+                    self._answers[row["cell"], row["item"]] = row["answer"]
+            except (ValueError, KeyError, TypeError):
+                raise InputError(f"--resume {path}: line {number} is not a line of a results file") from None
+        return sum(map(len, lines))
+
+    @staticmethod
+    def _check(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+        wanted = json.loads(json.dumps(wanted))
+        differ = sorted(n for n in found.keys() | wanted.keys() if found.get(n) != wanted.get(n))
+        if differ:
+            raise InputError(
+                f"--resume {path}: holds results of another run ({', '.join(differ)} differ); name another file"
+            )
+
+    def _append(self, row: Mapping[str, Any]) -> None:
+        assert self._file is not None
+        try:
+            self._file.write(json.dumps(row).encode() + b"\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise RunError(f"--resume {self.path}: writing failed: {error.strerror}") from error
+
+    def add(self, cell: int, item: int, answer: ItemAnswer) -> None:
+        """Keep the answer of a finished item."""
+        self._answers[cell, item] = answer
+        if self._file is not None:
+            self._append({"cell": cell, "item": item, "answer": answer})
+
+    def get(self, cell: int, item: int) -> ItemAnswer | None:
+        """The answer of an item, or None where it is not finished."""
+        return self._answers.get((cell, item))
+
+    def of_cell(self, cell: int, n_items: int) -> list[ItemAnswer]:
+        """The answers of a cell whose items are all finished."""
+        return [self._answers[cell, item] for item in range(n_items)]
+
+    def __enter__(self) -> Results:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def fingerprint(
+    kind: str,
+    model: str | os.PathLike[str] | None,
+    items: Any,
+    cells: Sequence[Cell],
+    options: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What a results file must have been made from to be continued.
+
+    Args:
+        items: the items as JSON values. options: of the engine and the score.
+    """
+    path = Path(model) if model is not None else EMBEDDED_MODEL
+    try:
+        with path.open("rb") as file:
+            head = hashlib.sha256(file.read(_HASHED_BYTES)).hexdigest()
+        size = path.stat().st_size
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from error
+    sources = [[s.policy.source_hash for s in c.route.steps] for c in cells]
+    words = [
+        [c.route.name, dict(c.route.knobs), c.budget.text, c.evict, c.scope, hashes]
+        for c, hashes in zip(cells, sources, strict=True)
+    ]
+    return {
+        "score": kind,
+        "model": [path.name, size, head],
+        "items": hashlib.sha256(json.dumps(items).encode()).hexdigest(),
+        "cells": words,
+        "options": dict(options),
+        "engine": engine_version(),
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Running
+
+
+class Engines:
+    """One engine at a time, opened again when a cell wants another top-k. Use as a context manager."""
+
+    def __init__(self, model: str | os.PathLike[str] | None, options: Mapping[str, Any]) -> None:
+        self.model, self.options = model, dict(options)
+        self._engine: Engine | None = None
+
+    def get(self, top_k: int | None = None) -> Engine:
+        """The engine with this override of the experts per token."""
+        if self._engine is None or self._engine.top_k != top_k:
+            self.close()
+            self._engine = Engine(self.model, top_k=top_k, **self.options)
+        return self._engine
+
+    def for_cell(self, cell: Cell) -> Engine:
+        """The engine that a cell's width asks for."""
+        step = cell.route.step("width")
+        return self.get(int(step.knobs["k"]) if step else None)
+
+    def reopen(self, **options: Any) -> None:
+        """Use these options from the next engine on."""
+        self.close()
+        self.options |= options
+
+    def close(self) -> None:
+        """Free the engine."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def __enter__(self) -> Engines:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+def open_cells(args: argparse.Namespace, engines: Engines) -> tuple[list[Cell], TraceHeader]:
+    """The cells of a command line and the model's header; wrong options are refused before the model loads.
+
+    Without `--budget`, the machine's (engine-semantics, section 3).
+    """
+    from simlab.cli.options import cells_from_args, warn_about_cells
+
+    engine = engines.for_cell(cells_from_args(args, "1MiB")[0])
+    header = engine.header()
+    dense = sum(engine.gguf.layer_bytes(i) for i in range(header.n_layer)) - header.expert_bytes
+    cells = cells_from_args(args, f"{auto_budget(header, dense).total_bytes / MIB!r}MiB")
+    warn_about_cells(cells, header)
+    return cells, header
+
+
+def run_cells(
+    engines: Engines,
+    cells: Sequence[Cell],
+    n_items: int,
+    run_item: RunItem,
+    results: Results,
+    *,
+    keep_cache: bool,
+    warm_up: bool,
+    progress: Callable[[float], None] | None = None,
+) -> None:
+    """Run every unfinished item of every cell into `results`.
+
+    Args:
+        keep_cache: the expert cache stays warm from item to item of a cell; else each starts from an empty
+            one. After a kill, the last finished item is run again, uncounted, to warm the cache of an
+            unfinished cell: as the session left it if that item alone fills the cache under the original
+            routing, close to it otherwise.
+        warm_up: a throw-away decode opens every session (engine-semantics, section 5).
+    """
+    # Cells of equal width together: each change opens the model again.
+    order = sorted(range(len(cells)), key=lambda c: _width(cells[c]))
+    for done, at in enumerate(order):
+        session, seen = False, set[int]()
+        for item in range(n_items):
+            finished = results.get(at, item)
+            if finished is not None:
+                if keep_cache:
+                    seen.update(finished["counts"]["new_entries"])
+                continue
+            engine = engines.for_cell(cells[at])
+            fresh = not (keep_cache and session)
+            if fresh:
+                engine.start(cells[at])
+                session = True
+                if keep_cache and item > 0:
+                    _record(engine, cells[at], lambda e, r, last=item - 1: run_item(e, r, last))
+            opens = warm_up and fresh and (item == 0 or not keep_cache)
+            answer, trace_counts = _record(
+                engine,
+                cells[at],
+                lambda e, r, now=item, opens=opens: _opened(e, r, now, run_item, opens),
+                seen,
+            )
+            results.add(at, item, answer | {"counts": trace_counts})
+            if keep_cache:
+                seen.update(trace_counts["new_entries"])
+            if progress is not None:
+                progress((done + (item + 1) / n_items) / len(cells))
+
+
+def _width(cell: Cell) -> float:
+    step = cell.route.step("width")
+    return step.knobs["k"] if step else 0
+
+
+def _opened(engine: Engine, recorder: Recorder, item: int, run_item: RunItem, opens: bool) -> ItemAnswer:
+    if opens:
+        engine.throw_away_decode(recorder)
+    return run_item(engine, recorder, item)
+
+
+def _record(
+    engine: Engine,
+    cell: Cell,
+    run: Callable[[Engine, Recorder], ItemAnswer],
+    seen: set[int] | None = None,
+) -> tuple[ItemAnswer, dict[str, Any]]:
+    """Run something under a recorder; its answer and its counts. `seen`: entries read before, not cold."""
+    header = engine.header(cell)
+    with tempfile.TemporaryDirectory(prefix="simlab-score-") as folder:
+        path = Path(folder) / "item.trace"
+        with TraceWriter(path, header, effective_k(cell.route, header)) as writer:
+            recorder = Recorder(writer)
+            answer = run(engine, recorder)
+            recorder.flush()
+        return answer, counts_of(open_trace(path), cell, seen or set())
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Counting
+
+
+def counts_of(trace: Trace, cell: Cell, seen: set[int]) -> dict[str, Any]:
+    """The counts of one item's trace as JSON values.
+
+    `decode` and `all` as in a cell's numbers, with cold misses only of entries not in `seen`;
+    `new_entries`: the entries (layer * n_expert + expert) it was the first to read; the decode graphs'
+    `wall_ns` and `read_wait_ns`.
+    """
+    numbers = measure(trace, cell)
+    counted = pl.col("turn") >= 0
+    reads = (
+        trace.routing.select("turn", "phase", "layer", "experts", "read_bytes")
+        .explode("experts", "read_bytes")
+        .filter(pl.col("read_bytes") > 0)
+        .select(
+            "phase",
+            counted.alias("counted"),
+            entry=pl.col("layer") * trace.header.n_expert + pl.col("experts"),
+        )
+        .unique("entry", keep="first", maintain_order=True)
+        .filter(~pl.col("entry").is_in(sorted(seen)))
+        .collect()
+    )
+    decode = trace.tokens.filter(counted & (pl.col("phase") == DECODE))
+    times = decode.select(pl.col("wall_ns", "read_wait_ns").sum()).collect()
+    cold = reads.filter("counted")
+    phases = {
+        "decode": (numbers.decode, cold.filter(pl.col("phase") == DECODE).height),
+        "all": (numbers.all, cold.height),
+    }
+    return {
+        **{
+            name: dataclasses.asdict(phase) | {"cold_misses": n_cold}
+            for name, (phase, n_cold) in phases.items()
+        },
+        "new_entries": reads["entry"].to_list(),
+        "wall_ns": int(times["wall_ns"].item()),
+        "read_wait_ns": int(times["read_wait_ns"].item()),
+    }
+
+
+def cell_numbers(
+    cell: Cell, header: TraceHeader, counts: Sequence[Mapping[str, Any]], nll: float | None = None
+) -> CellNumbers:
+    """The numbers of a cell from the counts of its items. `nll`: mean loss per scored token, in nats."""
+    k = effective_k(cell.route, header)
+    budget = resolve_budget(cell.budget, cell.scope, header, k)
+    decode = _added([c["decode"] for c in counts], budget.off)
+    wall_ns, wait_ns = (sum(c[name] for c in counts) for name in ("wall_ns", "read_wait_ns"))
+    return CellNumbers(
+        source="live",
+        cell=cell,
+        budget_mib=budget.total_bytes / MIB,
+        budget_cycles=budget.total_bytes / header.cycle_bytes(k),
+        top_k=k,
+        decode=decode,
+        all=_added([c["all"] for c in counts], budget.off),
+        tok_s=1e9 * decode.tokens / wall_ns if wall_ns else None,
+        wall_ms_per_token=wall_ns / 1e6 / decode.tokens if decode.tokens else None,
+        read_wait_ms_per_token=wait_ns / 1e6 / decode.tokens if decode.tokens else None,
+        ppl=math.exp(nll) if nll is not None else None,
+        nll=nll,
+    )
+
+
+def _added(phases: Sequence[Mapping[str, Any]], off: bool) -> PhaseNumbers:
+    def total(name: str) -> int:
+        return sum(p[name] for p in phases)
+
+    def mean(name: str) -> float | None:
+        # Every routing event of the engine has k slots, so slots weigh as events do.
+        known = [(p[name], p["slots"]) for p in phases if p[name] is not None and p["slots"]]
+        weight = sum(slots for _, slots in known)
+        return sum(value * slots for value, slots in known) / weight if weight else None
+
+    tokens, lookups, hits, misses = (total(n) for n in ("tokens", "lookups", "hits", "misses"))
+    cold, read_mib = total("cold_misses"), float(total("read_mib"))
+    return PhaseNumbers(
+        tokens=tokens,
+        lookups=lookups,
+        hits=hits,
+        misses=misses,
+        hit_rate=hits / lookups if lookups else None,
+        cold_misses=cold,
+        capacity_misses=misses - cold,
+        read_mib=read_mib,
+        read_mib_per_token=read_mib / tokens if tokens else None,
+        slots=total("slots"),
+        reranked=total("reranked"),
+        substituted=total("substituted"),
+        dropped=total("dropped"),
+        evictions=total("evictions"),
+        # A miss after the first is of an entry that left; with the cache off nothing ever stayed.
+        rereads=0 if off else misses - cold,
+        mass_displaced=mean("mass_displaced"),
+        score_regret=mean("score_regret"),
+        agreement=mean("agreement"),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Words of a score's table
+
+
+def cell_words(numbers: CellNumbers | None) -> list[str]:
+    """What names a cell in a table; the headings for None."""
+    if numbers is None:
+        return ["route", "evict", "budget", "k"]
+    cell = numbers.cell
+    knobs = ",".join(f"{name}={value:g}" for name, value in cell.route.knobs.items())
+    route = cell.route.name + (f":{knobs}" if knobs else "")
+    return [route, cell.evict, cell.budget.text, str(numbers.top_k)]
+
+
+def cost_words(numbers: CellNumbers | None) -> list[str]:
+    """What a cell did to the routing and what it read, in decode; the headings for None."""
+    if numbers is None:
+        return ["subst. %", "dropped %", "cache hit %", "MiB/token", "tok/s"]
+    d = numbers.decode
+    figures = [
+        (100 * d.substituted / d.slots if d.slots else None, ".2f"),
+        (100 * d.dropped / d.slots if d.slots else None, ".2f"),
+        (100 * d.hit_rate if d.hit_rate is not None else None, ".1f"),
+        (d.read_mib_per_token, ".3f"),
+        (numbers.tok_s, ".1f"),
+    ]
+    return ["-" if value is None else format(value, form) for value, form in figures]
