@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from simlab.judge.scoring import (
     Engines,
     ItemAnswer,
     Results,
+    Tick,
     cell_numbers,
     cell_words,
     cost_words,
@@ -209,7 +210,7 @@ def answer_items(
     items: Sequence[Item],
     *,
     results: Results | None = None,
-    progress: Callable[[float], None] | None = None,
+    progress: Tick | None = None,
 ) -> list[Answers]:
     """Answer every item under every cell; flips are against the first cell.
 
@@ -220,12 +221,13 @@ def answer_items(
     header = engine.header()
     questions = [tokenise(item, engine) for item in items]
 
-    def run(engine: Engine, recorder: Recorder, at: int) -> ItemAnswer:
+    def run(engine: Engine, recorder: Recorder | None, at: int, tick: Tick) -> ItemAnswer:
         tokens, option_tokens = questions[at]
         engine.forget_context()
         logits = None
         for plan in prompt_graphs(len(tokens), at, engine.n_ubatch):
             logits = engine.run_graph(plan, tokens[plan.start : plan.stop], None, recorder).logits
+            tick(plan.stop / len(tokens))
         assert logits is not None
         scores = [log_probability(logits, token) for token in option_tokens]
         return {"prediction": scores.index(max(scores)), "log_probabilities": scores}

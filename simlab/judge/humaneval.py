@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from simlab.judge.scoring import (
     Engines,
     ItemAnswer,
     Results,
+    Tick,
     cell_numbers,
     cell_words,
     cost_words,
@@ -93,7 +94,12 @@ def cut(completion: bytes) -> bytes:
 
 
 def complete(
-    engine: Engine, prompt: Sequence[int], n: int, recorder: Recorder | None = None, turn: int = 0
+    engine: Engine,
+    prompt: Sequence[int],
+    n: int,
+    recorder: Recorder | None = None,
+    turn: int = 0,
+    progress: Tick | None = None,
 ) -> bytes:
     """The greedy completion of a prompt: at most `n` tokens, which end with the first stop sequence."""
 
@@ -101,7 +107,7 @@ def complete(
         text = engine.detokenize(made)
         return any(stop in text for stop in STOPS)
 
-    return cut(engine.detokenize(engine.generate(prompt, n, recorder, turn=turn, until=stopped)))
+    return cut(engine.detokenize(engine.generate(prompt, n, recorder, turn, progress, stopped)))
 
 
 def solve(
@@ -111,7 +117,7 @@ def solve(
     *,
     n_new: int = N_NEW_TOKENS,
     results: Results | None = None,
-    progress: Callable[[float], None] | None = None,
+    progress: Tick | None = None,
 ) -> list[Completions]:
     """Complete and grade every problem under every cell; flips are against the first cell.
 
@@ -130,8 +136,8 @@ def solve(
                 f"{engine.n_ctx}; raise --ctx, or take fewer problems with --limit"
             )
 
-    def run(engine: Engine, recorder: Recorder, at: int) -> ItemAnswer:
-        completion = complete(engine, prompts[at], n_new, recorder, turn=at)
+    def run(engine: Engine, recorder: Recorder | None, at: int, tick: Tick) -> ItemAnswer:
+        completion = complete(engine, prompts[at], n_new, recorder, at, tick)
         graded = grade(problems[at]._asdict(), completion)
         if graded.network == "python":
             warnings.warn(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from simlab.judge.scoring import (
     Engines,
     ItemAnswer,
     Results,
+    Tick,
     cell_numbers,
     cell_words,
     cost_words,
@@ -73,7 +74,7 @@ def score_texts(
     *,
     wide: bool = False,
     results: Results | None = None,
-    progress: Callable[[float], None] | None = None,
+    progress: Tick | None = None,
 ) -> list[Perplexity]:
     """Score every text under every cell, each from an empty cache and a throw-away decode.
 
@@ -90,8 +91,8 @@ def score_texts(
                 f"to score one"
             )
 
-    def run(engine: Engine, recorder: Recorder, item: int) -> ItemAnswer:
-        losses, hits = (_wide if wide else _step)(engine, texts[item].tokens, recorder)
+    def run(engine: Engine, recorder: Recorder | None, item: int, tick: Tick) -> ItemAnswer:
+        losses, hits = (_wide if wide else _step)(engine, texts[item].tokens, recorder, tick)
         return {"losses": losses, "hits": hits}
 
     header = engines.for_cell(cells[0]).header()
@@ -108,9 +109,11 @@ def score_texts(
     ]
 
 
-def _step(engine: Engine, tokens: Sequence[int], recorder: Recorder) -> tuple[list[float], list[bool]]:
+def _step(
+    engine: Engine, tokens: Sequence[int], recorder: Recorder | None, tick: Tick
+) -> tuple[list[float], list[bool]]:
     losses, hits = [], []
-    for result in engine.score(tokens, recorder):
+    for result in engine.score(tokens, recorder, tick):
         if result.nll is not None:
             assert result.logits is not None
             assert result.plan.next_index is not None
@@ -119,7 +122,9 @@ def _step(engine: Engine, tokens: Sequence[int], recorder: Recorder) -> tuple[li
     return losses, hits
 
 
-def _wide(engine: Engine, tokens: Sequence[int], recorder: Recorder) -> tuple[list[float], list[bool]]:
+def _wide(
+    engine: Engine, tokens: Sequence[int], recorder: Recorder | None, tick: Tick
+) -> tuple[list[float], list[bool]]:
     losses, hits = [], []
     for plan in wide_graphs(len(tokens), engine.window):
         engine.forget_context()
@@ -128,6 +133,7 @@ def _wide(engine: Engine, tokens: Sequence[int], recorder: Recorder) -> tuple[li
         for row, following in zip(logits[SKIP:], tokens[plan.start + SKIP + 1 :], strict=False):
             losses.append(-log_probability(row, following))
             hits.append(int(np.argmax(row)) == following)
+        tick(plan.stop / len(tokens))
     return losses, hits
 
 
@@ -183,7 +189,7 @@ def score_table(scores: Sequence[Perplexity]) -> str:
     several = len({s.text for s in scores}) > 1
     lines = [
         [*(["text"] if several else []), *cell_words(None), "ppl", "next-token hit %", "nll difference",
-         "95 %", "ppl ratio", "95 % ", *cost_words(None)]
+         "95 %", "ppl ratio", "95 %", *cost_words(None)]
     ]  # fmt: skip
     for s in scores:
         low, high = s.difference_interval

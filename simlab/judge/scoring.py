@@ -34,8 +34,10 @@ _HASHED_BYTES = 4 << 20
 
 ItemAnswer = dict[str, Any]
 """What an item gave, as JSON values; its counts are added under `counts`."""
-RunItem = Callable[[Engine, Recorder, int], ItemAnswer]
-"""`(engine, recorder, item index) -> answer`: run one item in the engine's session, recording it."""
+Tick = Callable[[float], None]
+"""Told the share of something that is done, 0 to 1."""
+RunItem = Callable[[Engine, Recorder | None, int, Tick], ItemAnswer]
+"""`(engine, recorder, item index, tick) -> answer`: run one item in the engine's session."""
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -219,7 +221,7 @@ def run_cells(
     *,
     keep_cache: bool,
     warm_up: bool,
-    progress: Callable[[float], None] | None = None,
+    progress: Tick | None = None,
 ) -> None:
     """Run every unfinished item of every cell into `results`.
 
@@ -229,36 +231,41 @@ def run_cells(
             unfinished cell: as the session left it if that item alone fills the cache under the original
             routing, close to it otherwise.
         warm_up: a throw-away decode opens every session (engine-semantics, section 5).
+        progress: told the share (0 to 1) of the items to run that is done.
     """
+    left = [[i for i in range(n_items) if results.get(at, i) is None] for at in range(len(cells))]
+    n_left, done = sum(map(len, left)), 0
+
+    def tick(fraction: float) -> None:
+        if progress is not None:
+            progress((done + fraction) / n_left)
+
     # Cells of equal width together: each change opens the model again.
-    order = sorted(range(len(cells)), key=lambda c: _width(cells[c]))
-    for done, at in enumerate(order):
-        session, seen = False, set[int]()
+    for at in sorted(range(len(cells)), key=lambda c: _width(cells[c])):
+        cell, seen = cells[at], set[int]()
         for item in range(n_items):
             finished = results.get(at, item)
-            if finished is not None:
-                if keep_cache:
-                    seen.update(finished["counts"]["new_entries"])
-                continue
-            engine = engines.for_cell(cells[at])
-            fresh = not (keep_cache and session)
-            if fresh:
-                engine.start(cells[at])
-                session = True
-                if keep_cache and item > 0:
-                    _record(engine, cells[at], lambda e, r, last=item - 1: run_item(e, r, last))
-            opens = warm_up and fresh and (item == 0 or not keep_cache)
-            answer, trace_counts = _record(
-                engine,
-                cells[at],
-                lambda e, r, now=item, opens=opens: _opened(e, r, now, run_item, opens),
-                seen,
-            )
-            results.add(at, item, answer | {"counts": trace_counts})
+            if finished is None:
+                engine = engines.for_cell(cell)
+                opens = not keep_cache or item == left[at][0]
+                if opens:
+                    engine.start(cell)
+                    if keep_cache and item > 0:
+                        run_item(engine, None, item - 1, lambda _: None)
+
+                def run(
+                    recorder: Recorder, engine: Engine = engine, item: int = item, opens: bool = opens
+                ) -> ItemAnswer:
+                    if opens and warm_up and not (keep_cache and item > 0):
+                        engine.throw_away_decode(recorder)
+                    return run_item(engine, recorder, item, tick)
+
+                finished = _recorded(engine, cell, run, seen)
+                results.add(at, item, finished)
+                done += 1
+                tick(0.0)
             if keep_cache:
-                seen.update(trace_counts["new_entries"])
-            if progress is not None:
-                progress((done + (item + 1) / n_items) / len(cells))
+                seen.update(finished["counts"]["new_entries"])
 
 
 def _width(cell: Cell) -> float:
@@ -266,27 +273,18 @@ def _width(cell: Cell) -> float:
     return step.knobs["k"] if step else 0
 
 
-def _opened(engine: Engine, recorder: Recorder, item: int, run_item: RunItem, opens: bool) -> ItemAnswer:
-    if opens:
-        engine.throw_away_decode(recorder)
-    return run_item(engine, recorder, item)
-
-
-def _record(
-    engine: Engine,
-    cell: Cell,
-    run: Callable[[Engine, Recorder], ItemAnswer],
-    seen: set[int] | None = None,
-) -> tuple[ItemAnswer, dict[str, Any]]:
-    """Run something under a recorder; its answer and its counts. `seen`: entries read before, not cold."""
+def _recorded(
+    engine: Engine, cell: Cell, run: Callable[[Recorder], ItemAnswer], seen: set[int]
+) -> ItemAnswer:
+    """Run an item under a recorder; its answer with its counts. `seen`: entries read before, not cold."""
     header = engine.header(cell)
     with tempfile.TemporaryDirectory(prefix="simlab-score-") as folder:
         path = Path(folder) / "item.trace"
         with TraceWriter(path, header, effective_k(cell.route, header)) as writer:
             recorder = Recorder(writer)
-            answer = run(engine, recorder)
+            answer = run(recorder)
             recorder.flush()
-        return answer, counts_of(open_trace(path), cell, seen or set())
+        return answer | {"counts": counts_of(open_trace(path), cell, seen)}
 
 
 # ---------------------------------------------------------------------------------------------------------
