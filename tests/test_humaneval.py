@@ -45,6 +45,7 @@ def test_the_packages_own_solutions_pass():
         (b"    raise SystemExit(0)\n", "failed: 0"),
         (b"    import os; os._exit(0)\n", "died: exit status 0"),
         (b"    return '\xff'\n", "failed: 'utf-8' codec"),
+        (b"    raise ValueError('x' * 10**6)\n", "failed: xxx"),
         (b"", "failed: "),
     ],
 )

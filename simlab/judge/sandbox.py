@@ -34,6 +34,8 @@ MEMORY_LIMIT_BYTES = 1 << 30
 FILE_LIMIT_BYTES = 1 << 20
 _GRACE_S = 3.0
 """For the interpreter to start and the grader's own alarm to ring; then the child is killed."""
+_LONGEST_RESULT = 1000
+"""Characters of an answer; more than a pipe holds would block the child."""
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 
 Network = Literal["namespace", "python"]
@@ -154,7 +156,7 @@ def _child(answer_end: int) -> None:
     except BaseException as error:
         # Its clean-up fails where the code left files: it has disabled os.unlink by then.
         result.append(f"failed: {error}")
-    write(answer_end, json.dumps(result[0]).encode() + b"\n")
+    write(answer_end, json.dumps(result[0][:_LONGEST_RESULT]).encode() + b"\n")
     leave(0)
 
 

@@ -405,7 +405,10 @@ def cell_words(numbers: CellNumbers | None) -> list[str]:
 
 
 def cost_words(numbers: CellNumbers | None) -> list[str]:
-    """What a cell did to the routing and what it read, in decode; the headings for None."""
+    """What a cell did to the routing and what it read, in decode; the headings for None.
+
+    Its speed is that of a recorded run, which is slower than a plain one.
+    """
     if numbers is None:
         return ["subst. %", "dropped %", "cache hit %", "MiB/token", "tok/s"]
     d = numbers.decode
