@@ -1,0 +1,222 @@
+"""The gates pass on every model the engine streams, and each fails when what it guards is broken."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip(
+    "llama_cpp", reason="the live engine's extra is not installed: pip install 'simlab[engine]'"
+)
+
+from simlab.cli.main import main
+from simlab.judge import gates
+from simlab.judge.gates import CLAIMS, GateResult, run_gates
+from simlab.record import cache, hook, views
+from simlab.record.engine import EMBEDDED_MODEL
+from simlab.record.experts import ExpertMemory
+from simlab.record.ggml import Tensor
+from simlab.record.reads import ReadLanes
+
+
+def failed(results: list[GateResult]) -> set[str]:
+    """Names of the gates that failed."""
+    return {r.gate for r in results if r.passed is False}
+
+
+@pytest.fixture(scope="module")
+def embedded() -> dict[str, GateResult]:
+    """The embedded model's gates."""
+    return {r.gate: r for r in run_gates(n_threads=1)}
+
+
+def test_every_gate_passes_on_the_embedded_model(embedded: dict[str, GateResult]) -> None:
+    assert list(embedded) == list(CLAIMS)
+    assert {r.gate for r in embedded.values() if not r.passed} == set()
+    for gate, result in embedded.items():
+        assert result.counts["lookups"] > 0
+        if "differing" in result.counts:
+            assert (result.counts["differing"] > 0) == (gate == "SAB")
+            # Graphs times the vocabulary.
+            assert result.counts["logits"] % 259 == 0
+    assert embedded["G8b"].counts["dropped"] == embedded["G8b"].counts["droppable"] > 0
+    assert embedded["G8d"].counts["reranked"] == 8 * 8 * 16  # layers x k x decode graphs
+
+
+def test_one_lane_and_a_prompt_in_chunks_pass_too() -> None:
+    told: list[float] = []
+    results = run_gates(n_threads=1, lanes=1, n_ubatch=3, n_ctx=64, buffered=True, progress=told.append)
+    assert failed(results) == set()
+    assert told == sorted(told)
+    assert told[-1] == 1
+
+
+@pytest.mark.slow
+def test_the_gates_pass_on_every_layout(tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="the gguf package writes the models: pip install 'simlab[dev]'")
+    from tiny_models import LAYOUTS, make_model
+
+    for name, layout in LAYOUTS.items():
+        results = {r.gate: r for r in run_gates(make_model(tmp_path, name), n_threads=1)}
+        assert failed(list(results.values())) == set(), name
+        idle = {gate for gate, result in results.items() if result.passed is None}
+        # At k = 1 there is nothing to drop, and weights scaled up may all be above 1/k.
+        assert idle == ({"G8a", "G8b"} if layout.k == 1 else idle & {"G8b"}), name
+        assert not idle or layout.k == 1 or layout.scale > 1, name
+        for gate in idle:
+            assert results[gate].note.startswith("not applicable: ")
+
+
+@pytest.mark.slow
+def test_with_every_expert_routed_there_is_nothing_to_substitute(tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="the gguf package writes the models: pip install 'simlab[dev]'")
+    from tiny_models import make_model
+
+    results = {r.gate: r for r in run_gates(make_model(tmp_path, "split", n_expert=4, k=4), n_threads=1)}
+    assert {gate for gate, r in results.items() if r.passed is None} >= {"G8d", "G8e"}
+    assert results["G8d"].note == "not applicable: all 4 experts are routed, none is left to substitute"
+
+
+# -- sabotage ---------------------------------------------------------------------------------------------
+
+
+def test_ids_read_without_their_stride_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    strided = views.rows_of
+
+    def packed(tensor: Tensor, columns: int, rows: int, stride: int, dtype: type) -> np.ndarray:
+        return strided(tensor, columns, rows, 4 * columns if dtype is np.int32 else stride, dtype)
+
+    monkeypatch.setattr(views, "rows_of", packed)
+    results = {r.gate: r for r in run_gates(n_threads=1)}
+    assert failed(list(results.values())) == set(CLAIMS)
+    # Eight rows of eight ids are all 64 experts of the first row: what is missing in no logit shows in the ids.
+    assert results["G1"].note.startswith("misread ")
+
+
+def test_experts_one_byte_off_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Off(ExpertMemory):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            for pointer, *_ in self._originals:
+                Tensor.from_address(pointer).data += 1
+
+    monkeypatch.setattr("simlab.record.engine.ExpertMemory", Off)
+    assert {"G1", "G6", "S1"} <= failed(run_gates(n_threads=1))
+
+
+def test_a_cache_that_keeps_what_was_released_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An eviction the cache forgets: it counts a hit on pages that are gone."""
+    evict = cache.LiveCache._evict
+
+    def forgetful(self: cache.LiveCache, layer: int, touched: set[int]) -> list[tuple[int, int]]:
+        evicted = evict(self, layer, touched)
+        for at, expert in evicted:
+            self.residency(at)[expert] = True
+        return evicted
+
+    monkeypatch.setattr(cache.LiveCache, "_evict", forgetful)
+    found = failed(run_gates(n_threads=1))
+    assert {"G2", "G7", "S2", "S3"} <= found
+    assert not found & {"G1", "G6", "S1"}
+
+
+def test_reads_one_byte_off_are_caught_where_only_buffered_ones_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read = ReadLanes.read
+
+    def shifted(self: ReadLanes, slices: Any) -> Any:
+        if not self.direct:
+            slices = [s._replace(offset=s.offset + 1) for s in slices]
+        return read(self, slices)
+
+    monkeypatch.setattr(ReadLanes, "read", shifted)
+    found = failed(run_gates(n_threads=1))
+    assert "G6" in found
+    assert found <= {"G6", "G7"}
+
+
+def test_a_drop_rule_that_spares_a_slot_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    from simlab.record import live_route
+
+    drop = live_route.drop
+
+    def sparing(*args: Any) -> Any:
+        found = drop(*args)
+        # The last dropped slot of every row stays.
+        last = found.dropped & (np.cumsum(found.dropped[::-1], axis=0)[::-1] == 1)
+        return found._replace(dropped=found.dropped & ~last)
+
+    monkeypatch.setattr(live_route, "drop", sparing)
+    results = {r.gate: r for r in run_gates(n_threads=1)}
+    assert failed(list(results.values())) == {"G8b"}
+    assert results["G8b"].note.startswith("spared ")
+
+
+def test_policies_that_never_act_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hook.LiveRoute, "reranks", property(lambda _: False, lambda *_: None), raising=False)
+    assert failed(run_gates(n_threads=1)) == {"G8d", "G8e"}
+
+
+def test_a_comparison_that_sees_nothing_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ExpertMemory, "overwrite", lambda *_: None)
+    results = run_gates(n_threads=1)
+    assert failed(results) == {"SAB"}
+    assert results[-1].note == "differing 0, not above"
+
+
+# -- the command ------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_a_table_and_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gates", "--threads", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == EMBEDDED_MODEL.name
+    assert lines[1].split()[:3] == ["gate", "claim", "result"]
+    assert [line.split()[0] for line in lines[2:-1]] == list(CLAIMS)
+    assert all("  pass  " in line for line in lines[2:-1])
+
+
+def test_a_refused_model_is_told_and_the_others_still_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    odd = tmp_path / "odd.gguf"
+    odd.write_bytes(b"GGUF but no more")
+    assert main(["gates", str(odd), str(EMBEDDED_MODEL), "--threads", "1", "--json"]) == 1
+    out, err = capsys.readouterr()
+    refused, whole = json.loads(out)
+    assert refused["model"] == str(odd)
+    assert "not a readable GGUF" in refused["refused"]
+    assert refused["gates"] == []
+    assert whole["refused"] is None
+    assert [gate["passed"] for gate in whole["gates"]] == [True] * len(CLAIMS)
+    assert "1 of 2 models failed a gate or were refused" in err
+
+
+def test_a_failed_gate_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(ExpertMemory, "overwrite", lambda *_: None)
+    assert main(["gates", "--threads", "1"]) == 1
+    out, err = capsys.readouterr()
+    assert "FAIL" in out.splitlines()[-2]
+    assert "1 of 1 models failed" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [(["nowhere.gguf"], "nowhere.gguf: no such file"), (["--ctx", "9"], "--ctx 9: the gates need 24")],
+)
+def test_bad_words_are_refused(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gates", *words]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_a_short_context_and_a_mute_vocabulary_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(gates.RunError, match="a context of 16 tokens; the gates need 24"):
+        run_gates(n_ctx=16, n_threads=1)
+    monkeypatch.setattr(gates.Llama, "ends_generation", lambda *_: True)
+    with pytest.raises(gates.RunError, match="tokens writes text"):
+        run_gates(n_threads=1)
