@@ -84,15 +84,19 @@ class Row(NamedTuple):
 class Choice(NamedTuple):
     """What a routing policy decides. Only the fields of its stage are read.
 
-    `width`: `k`. `rerank`: `value`, `tier`, `active`; the driver takes the k candidates with the largest
+    `width`: `k`, one whole number for the run from the knobs and the model's own k in `row.k`; all else is
+    zeros there. `rerank`: `value`, `tier`, `active`; the driver takes the k candidates with the largest
     (tier, value), ties to the lower expert id. `drop`: `drop`; the driver never drops the top-weight slot.
     """
 
     value: Array = None
+    """`[C, ...]`, taken as float32."""
     tier: Array = 0
+    """Whole numbers `[C, ...]`."""
     active: Array = True
     """bool `[...]`: False leaves this row to the router and does not count it as reranked."""
     drop: Array = None
+    """bool `[C, ...]`."""
     k: Array = None
 
 
@@ -130,6 +134,7 @@ class RoutingPolicy:
     """A routing policy: which experts run. Made by the decorators of `simlab.policy`."""
 
     name: str
+    """The function's name; `name@my_policy.py` for one that is not built in, so that nobody takes it for one."""
     stage: Stage
     function: RoutingFunction
     knobs: Mapping[str, Knob] = field(default_factory=dict)
@@ -139,6 +144,13 @@ class RoutingPolicy:
     """Names and first values (float32) of its per-layer state."""
     source: str = ""
     source_hash: str = ""
+    origin: str = ""
+    """File a user's policy is from; empty for what is built in."""
+
+    def is_builtin(self, name: str) -> bool:
+        """Whether this is the built-in policy of that name, and not a user's that is called the same."""
+        module = getattr(self.function, "__module__", None) or ""
+        return self.name == name and module.startswith("simlab.policies.")
 
 
 @dataclass(frozen=True)
@@ -153,6 +165,8 @@ class EvictionPolicy:
     knobs: Mapping[str, Knob] = field(default_factory=dict)
     source: str = ""
     source_hash: str = ""
+    origin: str = ""
+    """File a user's policy is from; empty for what is built in."""
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -165,6 +179,8 @@ class Step:
 
     policy: RoutingPolicy
     knobs: Mapping[str, float]
+    option: str = field(default="", compare=False)
+    """What the user wrote to get it, such as `--top-k 4`, for messages."""
 
 
 @dataclass(frozen=True)
@@ -226,11 +242,13 @@ class Cell:
 
     @property
     def margin(self) -> float | None:
-        return next((s.knobs["L"] for s in self.route.steps if s.policy.name == "substitute"), None)
+        """L of the built-in `substitute`, None without it."""
+        return next((s.knobs["L"] for s in self.route.steps if s.policy.is_builtin("substitute")), None)
 
     @property
     def drop(self) -> float | None:
-        return next((s.knobs["F"] for s in self.route.steps if s.policy.name == "drop_cold"), None)
+        """F of the built-in `drop_cold`, None without it."""
+        return next((s.knobs["F"] for s in self.route.steps if s.policy.is_builtin("drop_cold")), None)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -264,6 +282,8 @@ class TraceHeader:
     dense_bytes: Mapping[int, int] | None = None
     budget_bytes: int | None = None
     """Cache size it was recorded at; 0 with the cache off, null when unknown."""
+    budget: str | None = None
+    """The same as `--budget` takes it, kind and all: `12/layer` is another cache than its bytes."""
     route: str | None = None
     knobs: Mapping[str, float] = field(default_factory=dict)
     evict: str | None = None

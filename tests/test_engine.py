@@ -12,7 +12,7 @@ import pytest
 from live import TEXT, THREADS, cell_of, plain_logits, record, streamed_logits
 
 from simlab.errors import InputError, RunError, SimlabWarning
-from simlab.record import ggml
+from simlab.record import ggml, hook
 from simlab.record.engine import EMBEDDED_MODEL, Engine, log_probability
 from simlab.record.gguf import read_gguf
 from simlab.record.plan import text_graphs
@@ -237,6 +237,45 @@ def test_page_windows():
     assert page_window(0, 4096) == (0, 4096)
     assert page_window(4095, 2) == (0, 8192)
     assert page_window(8192, 1) == (8192, 12288)
+
+
+def test_a_closed_engine_says_so():
+    engine = Engine(n_threads=THREADS)
+    engine.start(cell_of("2cycles"))
+    engine.close()
+    with pytest.raises(RunError, match="closed"):
+        engine.tokenize(b"x")
+    with pytest.raises(RunError):
+        engine.score([1, 2, 3])
+
+
+def test_a_failed_read_ends_the_session(engine, tokens, monkeypatch):
+    engine.start(cell_of("1.2cycles"))
+
+    def broken(*_):
+        raise RunError("flash is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ReadLanes, "read", broken)
+        with pytest.raises(RunError, match="flash is gone"):
+            engine.score(tokens)
+    with pytest.raises(RunError, match="no session is open"):
+        engine.score(tokens)
+
+
+def test_an_exception_in_the_asking_path_ends_the_decode(engine, tokens, monkeypatch):
+    engine.start(cell_of("1.2cycles"))
+    calls = []
+
+    def odd(address, *size):
+        calls.append(address)
+        if len(calls) > 3:
+            raise KeyboardInterrupt
+        return ctypes.string_at(address, *size)
+
+    monkeypatch.setattr(hook, "string_at", odd)
+    with pytest.raises(KeyboardInterrupt):
+        engine.score(tokens)
 
 
 def test_lanes_out_of_range_are_refused():

@@ -120,6 +120,9 @@ def test_models_that_cannot_be_streamed_are_one_line(text, tmp_path, capsys):
         (["--budget", "0MiB"], "above zero"),
         (["--lanes", "9"], "between 1 and 8"),
         (["--top-k", "65"], "between 1 and"),
+        (["--top-k", "64"], "has room for"),
+        (["--threads", "100000"], "between 1 and 512"),
+        (["--ctx", "99999999999"], "was trained for"),
         (["--budget", "off", "--margin", "0.1"], "needs a cache"),
     ],
 )
@@ -137,6 +140,73 @@ def test_a_text_that_is_missing_or_too_short(tmp_path, capsys):
     for text, word in ((tmp_path / "missing.txt", "no such file"), (short, "at least 2")):
         assert word in failed(capsys, ["record", "--text", text, "--budget", "2cycles", "--out", out])
     assert not out.exists()
+
+
+def test_force_never_takes_an_input(text, tmp_path, capsys):
+    model = tmp_path / "model.gguf"
+    model.write_bytes(b"GGUF")
+    for arguments in (["--text", text, "--out", text], [model, "--text", text, "--out", model]):
+        error = failed(capsys, ["record", *arguments, "--budget", "2cycles", "--force"])
+        assert "is an input of this recording" in error
+    assert model.read_bytes() == b"GGUF"
+    assert text.read_bytes() == TEXT[:40]
+
+
+@pytest.mark.parametrize(
+    "options", [["--budget", "12/layer", "--margin", "0.3"], ["--scope", "per_layer", "--drop", "1"]]
+)
+def test_a_replay_with_no_options_is_of_what_was_recorded(text, tmp_path, capsys, options):
+    out = tmp_path / "t.trace"
+    budget = [] if "--budget" in options else ["--budget", "2cycles"]
+    assert main([*map(str, ["record", "--text", text, "--out", out, *budget, *options])]) == 0
+    capsys.readouterr()
+    assert main(["replay", str(out), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["all"]
+    tokens = open_trace(out).tokens.collect()
+    for name in ("lookups", "hits", "substituted", "dropped", "evictions"):
+        assert found[name] == tokens[name].sum()
+
+
+def test_a_text_that_only_fills_the_prefill_says_so(tmp_path, capsys):
+    text = tmp_path / "nine.txt"
+    text.write_bytes(TEXT[:9])
+    assert (
+        main(["record", "--text", str(text), "--budget", "2cycles", "--out", str(tmp_path / "p.trace")]) == 0
+    )
+    assert "holds prefill only" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay_s", [0.0, 0.31])
+def test_ctrl_c_ends_a_recording_between_graphs(tmp_path, delay_s):
+    text, out = tmp_path / "long.txt", tmp_path / "stopped.trace"
+    text.write_bytes(TEXT)
+    command = ["record", "--text", text, "--budget", "1.2cycles", "--margin", "0.1", "--out", out]
+    process = subprocess.Popen(
+        [*SIMLAB, *map(str, command)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    )
+    deadline = time.monotonic() + 120
+    while not list(out.glob("tokens/part-*.parquet")) and time.monotonic() < deadline:
+        assert process.poll() is None
+        time.sleep(0.02)
+    time.sleep(delay_s)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors == "simlab: interrupted\n"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SimlabWarning)
+        trace = open_trace(out)
+    tokens = trace.tokens.collect()
+    assert 0 < tokens.height < len(TEXT)
+    # Every graph that is there is whole: eight rows for each token.
+    assert trace.routing.filter(phase=1).collect().height == 8 * tokens.filter(phase=1).height
+    numbers = replay(trace, build_cells(budgets=["1.2cycles"], margins=["0.1"])[0])
+    assert numbers.all.hits == tokens["hits"].sum()
 
 
 @pytest.mark.slow

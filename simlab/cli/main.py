@@ -113,4 +113,10 @@ def _show_once(otherwise: Callable[..., None]) -> Callable[..., None]:
 
 def entry() -> NoReturn:
     """Console script."""
-    sys.exit(main())
+    status = main()
+    if status == _INTERRUPTED:
+        # JAX's worker threads do not survive an orderly end in the middle of a computation.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)

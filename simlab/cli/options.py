@@ -14,6 +14,7 @@ from typing import Any
 
 from simlab.cells import MIB, build_cells, effective_k, resolve_budget
 from simlab.errors import InputError, SimlabWarning
+from simlab.policy import find_routing
 from simlab.types import Cell, TraceHeader
 
 HIGH_MARGIN = 0.20
@@ -79,7 +80,7 @@ def add_cell_options(parser: argparse.ArgumentParser, lists: bool) -> None:
     add("evict", "NAME", "eviction policy (default lru)")
     parser.set_defaults(lists=lists)
     group.add_argument(
-        "--scope", choices=("global", "per_layer"), default="global", help="one cache or one per layer"
+        "--scope", choices=("global", "per_layer"), help="one cache (default) or one per layer"
     )
 
 
@@ -120,17 +121,28 @@ def add_force(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="replace outputs that exist")
 
 
-def cells_from_args(args: argparse.Namespace, default_budget: str | None = None) -> list[Cell]:
+def cells_from_args(
+    args: argparse.Namespace, default_budget: str | None = None, recorded: TraceHeader | None = None
+) -> list[Cell]:
     """The cells that the cell options of a command line ask for.
 
     Args:
         default_budget: used where `--budget` was not given.
+        recorded: a trace's header; what the options leave out, budget and policy, is then as it was recorded.
 
     Raises:
         InputError: a value out of its range, an unknown policy, or no budget at all.
     """
     if not args.lists and len(args.route or ()) > 1:
         raise InputError("--route: one value here, sweep and validate take several; compose policies with +")
+    scope, routes, evicts = args.scope, args.route, args.evict
+    if recorded is not None:
+        default_budget = recorded.budget or _recorded_bytes(recorded)
+        if not args.budget:
+            scope = scope or recorded.scope
+        if not (routes or args.margin or args.drop or args.top_k):
+            routes = [recorded_route(recorded)]
+        evicts = evicts or ([recorded.evict] if recorded.evict else None)
     budgets = args.budget or ([default_budget] if default_budget else None)
     if not budgets:
         raise InputError("--budget: is missing; write 2000MiB, 2.5cycles, 48/layer, 25% or off")
@@ -139,14 +151,30 @@ def cells_from_args(args: argparse.Namespace, default_budget: str | None = None)
         margins=args.margin or (),
         drops=args.drop or (),
         top_ks=args.top_k or (),
-        routes=args.route or (),
-        evicts=args.evict or ("lru",),
-        scope=args.scope,
+        routes=routes or (),
+        evicts=evicts or ("lru",),
+        scope=scope or "global",
     )
 
 
-def recorded_budget(header: TraceHeader) -> str | None:
-    """The cache size a trace was recorded at, as `--budget` takes it; None where it is unknown."""
+def recorded_route(header: TraceHeader) -> str:
+    """The route a trace was recorded under, as `--route` takes it.
+
+    Raises:
+        InputError: its knobs are not known.
+    """
+    parts = []
+    for name in (header.route or "original").split("+"):
+        policy = find_routing(name)
+        knobs = {k: header.knobs.get(f"{name}.{k}", header.knobs.get(k)) for k in policy.knobs}
+        if None in knobs.values():
+            raise InputError(f"the trace was recorded under {name} with unknown knobs; give --route")
+        parts.append(name + (":" + ",".join(f"{k}={v!r}" for k, v in knobs.items()) if knobs else ""))
+    return "+".join(parts)
+
+
+def _recorded_bytes(header: TraceHeader) -> str | None:
+    """The cache size a trace was recorded at, where only its bytes are known."""
     if header.budget_bytes is None:
         return None
     # A power of two divides exactly, and repr gives the digits that read back as the same float.
@@ -165,18 +193,18 @@ def warn_about_cells(cells: Sequence[Cell], header: TraceHeader) -> None:
             f"a margin of {HIGH_MARGIN:.2f} or more (here {max(margins):g}): "
             "replies will read well while the model behind them is worse"
         )
-    small: dict[str, None] = {}
+    small: dict[str, float] = {}
     for cell in cells:
         k = effective_k(cell.route, header)
         if k > header.n_expert:
             raise InputError(f"--top-k {k}: must lie between 1 and this model's {header.n_expert} experts")
         resolved = resolve_budget(cell.budget, cell.scope, header, k)
         if not resolved.off and resolved.total_bytes < header.cycle_bytes(k):
-            small[cell.budget.text] = None
+            small[cell.budget.text] = header.cycle_bytes(k) / MIB
     if small:
         _warn(
             f"--budget {', '.join(small)}: below one token cycle "
-            f"({header.cycle_bytes() / MIB:.2f} MiB), where margins and drops do next to nothing"
+            f"({max(small.values()):.2f} MiB), where margins and drops do next to nothing"
         )
     few = [effective_k(c.route, header) for c in cells if c.route.step("drop") is not None]
     if few and min(few) <= FEW_EXPERTS:

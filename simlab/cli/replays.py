@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import TYPE_CHECKING, Any
 
 from simlab.cli.options import (
@@ -12,7 +11,6 @@ from simlab.cli.options import (
     add_json,
     cells_from_args,
     check_output,
-    recorded_budget,
     warn_about_cells,
 )
 from simlab.cli.output import (
@@ -63,10 +61,7 @@ def add_commands(commands: Any) -> None:
 
 
 def _cells(args: argparse.Namespace, trace: Trace) -> list[Cell]:
-    recorded = recorded_budget(trace.header)
-    cells = cells_from_args(args, recorded)
-    if args.budget is None:
-        print(f"simlab: no --budget given, taking the one it was recorded at: {recorded}", file=sys.stderr)
+    cells = cells_from_args(args, recorded=trace.header)
     warn_about_cells(cells, trace.header)
     return cells
 

@@ -33,6 +33,7 @@ BUDGET = "2cycles"
 BUDGETS = ("1.2cycles", "1.5cycles", "2cycles", "2.5cycles", "3cycles", "4cycles", "5cycles", "6cycles")
 MARGINS = ("0", "0.05", "0.1", "0.15", "0.2", "0.3", "0.45", "0.6")
 N_PICKS = 4
+OUTPUTS = ("demo.trace", "sweep.parquet", "report.html")
 N_THREADS = 1
 """The embedded model is too small to share: two threads spend their time waiting for each other."""
 
@@ -98,8 +99,13 @@ def demo_command(args: argparse.Namespace) -> None:
     if out.exists():
         if not args.force:
             raise InputError(f"--out {out}: exists already; add --force to replace it")
-        if not (out / "demo.trace" / "header.json").is_file():
-            raise InputError(f"--out {out}: exists and is not a demo's folder; --force does not remove it")
+        others = (
+            sorted(p.name for p in out.iterdir() if p.name not in OUTPUTS) if out.is_dir() else [out.name]
+        )
+        if others:
+            raise InputError(
+                f"--out {out}: holds {others[0]}, which is no demo's; --force does not remove it"
+            )
         shutil.rmtree(out)
     demo = run_demo(out, lambda line: print(line, file=sys.stderr, flush=True))
     print(table([n for pair in demo.compared for n in (pair.replay, pair.live)]))

@@ -130,11 +130,11 @@ def _check_model(trace: Trace, model: Path) -> None:
 
 def validate_command(args: argparse.Namespace) -> None:
     """`simlab validate`."""
-    from simlab.cli.options import cells_from_args, engine_options, recorded_budget, warn_about_cells
+    from simlab.cli.options import cells_from_args, engine_options, warn_about_cells
     from simlab.cli.output import Progress, cell_to_json, print_json, table
 
     trace = open_trace(args.trace)
-    cells = cells_from_args(args, recorded_budget(trace.header))
+    cells = cells_from_args(args, recorded=trace.header)
     warn_about_cells(cells, trace.header)
     with Progress("validate") as progress:
         compared = validate(trace, cells, args.model, progress=progress, **engine_options(args))

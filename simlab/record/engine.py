@@ -21,8 +21,9 @@ from simlab.record.cache import LiveCache
 from simlab.record.discovery import Discovery
 from simlab.record.experts import ExpertMemory
 from simlab.record.ggml import check_layout, engine_version
-from simlab.record.gguf import read_gguf
+from simlab.record.gguf import GgufModel, read_gguf
 from simlab.record.hook import GraphTally, Hook, node_callback
+from simlab.record.interrupts import DeferredInterrupt
 from simlab.record.live_route import LiveRoute
 from simlab.record.llama import Llama
 from simlab.record.plan import PlannedGraph, chunks, text_graphs
@@ -35,6 +36,7 @@ from simlab.types import DECODE, PREFILL, THROW_AWAY_TURN, Cell, ResolvedBudget,
 EMBEDDED_MODEL = Path(__file__).resolve().parent.parent / "data" / "tiny-moe-q8_0.gguf"
 _MIB = 1 << 20
 _LANES = range(1, 9)
+_SMALL_TOKEN_BYTES = 16 * _MIB
 
 
 @dataclass(frozen=True)
@@ -79,11 +81,8 @@ class Engine:
             raise InputError(f"--lanes {lanes}: must lie between 1 and 8")
         check_layout()
         self.gguf = read_gguf(Path(model) if model is not None else EMBEDDED_MODEL)
-        if top_k is not None and not 1 <= top_k <= self.gguf.n_expert:
-            # llama.cpp would abort the process.
-            raise InputError(
-                f"--top-k {top_k}: must lie between 1 and this model's {self.gguf.n_expert} experts"
-            )
+        if top_k is not None:
+            _check_top_k(top_k, self.gguf)
         self.top_k = top_k
         self._graph = 0
         self.hook: Hook | None = None
@@ -93,7 +92,7 @@ class Engine:
             self.gguf.path,
             n_ctx=n_ctx,
             n_ubatch=n_ubatch,
-            n_threads=n_threads,
+            n_threads=n_threads or _default_threads(self.gguf),
             n_expert_used=top_k,
             arch=self.gguf.arch,
             on_node=discovery,
@@ -173,6 +172,7 @@ class Engine:
                 "budget_bytes": resolve_budget(
                     cell.budget, cell.scope, base, effective_k(cell.route, base)
                 ).total_bytes,
+                "budget": cell.budget.text,
                 "route": cell.route.name,
                 "knobs": cell.route.knobs,
                 "evict": cell.evict,
@@ -304,7 +304,18 @@ class Engine:
         """
         hook = self.hook
         if hook is None:
-            raise RunError("Engine.start(cell) was not called")
+            raise RunError("no session is open; call Engine.start(cell)")
+        with DeferredInterrupt():
+            return self._run_graph(hook, plan, tokens, next_token, recorder)
+
+    def _run_graph(
+        self,
+        hook: Hook,
+        plan: PlannedGraph,
+        tokens: Sequence[int],
+        next_token: int | None,
+        recorder: Recorder | None,
+    ) -> GraphResult:
         hook.on_batch = recorder.on_batch if recorder is not None else None
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
         began = time.perf_counter_ns()
@@ -318,7 +329,8 @@ class Engine:
             logits = None
         decode_ns = time.perf_counter_ns() - before
         if hook.error is not None:
-            error, hook.error = hook.error, None
+            # The cache holds entries that were never read: this session is over.
+            error, self.hook = hook.error, None
             raise error
         hook.release_uncached()
         nll = hit = None
@@ -383,6 +395,27 @@ class Engine:
 
     def __exit__(self, *_: Any) -> None:
         self.close()
+
+
+def _check_top_k(top_k: int, gguf: GgufModel) -> None:
+    """Refuse what would make llama.cpp abort the process: more experts than there are, a graph beyond its room."""
+    if not 1 <= top_k <= gguf.n_expert:
+        raise InputError(f"--top-k {top_k}: must lie between 1 and this model's {gguf.n_expert} experts")
+    moe_layers = len({name.split(".")[1] for name in gguf.tensors if "_exps." in name})
+    # llama.cpp reserves this many graph nodes; summing k experts takes two nodes for each of them.
+    room = max(1024, 8 * len(gguf.tensors)) - 60 * gguf.n_layer
+    most = max(room // (2 * max(moe_layers, 1)), gguf.n_expert_used)
+    if top_k > most:
+        raise InputError(
+            f"--top-k {top_k}: llama.cpp's graph of this model has room for {most} experts per token"
+        )
+
+
+def _default_threads(gguf: GgufModel) -> int:
+    """Cores, at most 8; one where a layer's experts are so small that threads only wait for each other."""
+    expert_bytes = sum(place.size for name, place in gguf.tensors.items() if "_exps." in name)
+    token_bytes = expert_bytes * gguf.n_expert_used // gguf.n_expert
+    return 1 if token_bytes < _SMALL_TOKEN_BYTES else min(os.cpu_count() or 1, 8)
 
 
 def auto_budget(header: TraceHeader, dense_bytes: int) -> ResolvedBudget:

@@ -60,13 +60,7 @@ def libraries() -> tuple[ctypes.CDLL, Any]:
         import llama_cpp.llama_cpp as llama
     except ImportError as error:
         raise engine_missing() from error
-    folder = Path(llama.__file__).parent / "lib"
-    found = [p for pattern in ("libggml-base.so", "libggml-base.dylib") for p in folder.glob(pattern)]
-    if not found:
-        raise RunError(
-            f"{folder}: llama-cpp-python {version('llama-cpp-python')} ships no libggml-base; reinstall it"
-        )
-    base = ctypes.CDLL(str(found[0]))
+    base = ctypes.CDLL(str(_loaded_library(Path(llama.__file__).parent)))
     signatures = {
         "ggml_tensor_overhead": (ctypes.c_size_t, []),
         "ggml_version": (ctypes.c_char_p, []),
@@ -110,6 +104,18 @@ def libraries() -> tuple[ctypes.CDLL, Any]:
         function = getattr(base, name)
         function.restype, function.argtypes = result, arguments
     return base, llama
+
+
+def _loaded_library(package: Path) -> Path:
+    """The libggml-base this process runs: a wheel holds copies under several names, each with a state of its own."""
+    maps = Path("/proc/self/maps")
+    loaded = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines() if "libggml-base" in line}
+    if len(loaded) != 1:
+        raise RunError(
+            f"{package}: llama-cpp-python {version('llama-cpp-python')} loaded {len(loaded)} libraries named "
+            "libggml-base, simlab needs the one; reinstall it"
+        )
+    return Path(loaded.pop())
 
 
 class _InitParams(ctypes.Structure):

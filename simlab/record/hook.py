@@ -100,11 +100,16 @@ def node_callback(routing: Routing, holder: HasHook) -> EvalCallback:
     prefix = int.from_bytes(NODE_PREFIX, sys.byteorder)
 
     def on_node(pointer: int, ask: bool, _user: object) -> bool:
-        if ask:
-            # Most nodes are told apart by eight bytes, at half the price of the whole name.
-            at = pointer + NAME_OFFSET
-            return first_bytes(at).value == prefix and wanted[string_at(at)]
-        return holder.hook is None or holder.hook.observe(pointer)
+        try:
+            if ask:
+                # Most nodes are told apart by eight bytes, at half the price of the whole name.
+                at = pointer + NAME_OFFSET
+                return first_bytes(at).value == prefix and wanted[string_at(at)]
+            return holder.hook is None or holder.hook.observe(pointer)
+        except BaseException as error:  # must not cross the C frames above, and must not go unseen
+            if holder.hook is not None:
+                holder.hook.error = error
+            return not ask
 
     return on_node
 

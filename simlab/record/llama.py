@@ -17,6 +17,7 @@ from simlab.record.ggml import libraries
 EvalCallback = Callable[[int, bool, Any], bool]
 """`(tensor pointer, ask, unused) -> wanted | go on`, called hundreds of times per token: keep it thin."""
 
+_MAX_THREADS = 512  # ggml's own bound; beyond it the process dies
 _log_lines: deque[str] = deque(maxlen=40)
 _log_callback: Any = None
 
@@ -64,7 +65,8 @@ class Llama:
         self._model = self._context = None
         self._batch: Any = None
         self.n_threads = n_threads or min(os.cpu_count() or 1, 8)
-        self.n_ubatch = n_ubatch
+        if not 1 <= self.n_threads <= _MAX_THREADS:
+            raise InputError(f"--threads {n_threads}: must lie between 1 and {_MAX_THREADS}")
         params = llama.llama_model_default_params()
         params.n_gpu_layers = 0
         params.load_mode = llama.LLAMA_LOAD_MODE_MMAP
@@ -81,9 +83,15 @@ class Llama:
         self._vocab = llama.llama_model_get_vocab(self._model)
         self.n_vocab = llama.llama_vocab_n_tokens(self._vocab)
         self.n_ctx_train = llama.llama_model_n_ctx_train(self._model)
+        if n_ctx is not None and not 2 <= n_ctx <= self.n_ctx_train:
+            self.close()
+            raise InputError(
+                f"--ctx {n_ctx}: must lie between 2 and the {self.n_ctx_train} tokens {path.name} was trained for"
+            )
         self.n_ctx = n_ctx or min(self.n_ctx_train, 4096)
+        self.n_ubatch = min(n_ubatch, self.n_ctx)
         self._path = path
-        self._batch = llama.llama_batch_init(n_ubatch, 0, 1)
+        self._batch = llama.llama_batch_init(self.n_ubatch, 0, 1)
         self.open_context(on_node)
 
     def open_context(self, on_node: EvalCallback | None) -> None:
@@ -112,8 +120,13 @@ class Llama:
                 f"{self._path}: llama.cpp cannot make a context of {self.n_ctx} tokens: {_last_log()}"
             )
 
+    def _need_model(self) -> None:
+        if not self._model:
+            raise RunError("this engine is closed")
+
     def tokenize(self, text: bytes) -> list[int]:
         """Token ids of a text, by the vocabulary's own rule for special tokens."""
+        self._need_model()
         capacity = len(text) + 8
         buffer = (ctypes.c_int32 * capacity)()
         n = self._llama.llama_tokenize(self._vocab, text, len(text), buffer, capacity, True, False)
@@ -123,6 +136,7 @@ class Llama:
 
     def detokenize(self, tokens: Sequence[int]) -> bytes:
         """The bytes of a token sequence."""
+        self._need_model()
         pieces = []
         buffer = ctypes.create_string_buffer(256)
         for token in tokens:
@@ -132,6 +146,7 @@ class Llama:
 
     def ends_generation(self, token: int) -> bool:
         """Whether this token ends a generation."""
+        self._need_model()
         return bool(self._llama.llama_vocab_is_eog(self._vocab, token))
 
     def decode(
@@ -144,6 +159,7 @@ class Llama:
         Raises:
             RunError: llama.cpp refused the graph.
         """
+        self._need_model()
         batch = self._batch
         batch.n_tokens = len(tokens)
         for i, token in enumerate(tokens):
@@ -168,6 +184,7 @@ class Llama:
 
     def clear(self) -> None:
         """Forget the context's tokens."""
+        self._need_model()
         self._llama.llama_memory_clear(self._llama.llama_get_memory(self._context), True)
 
     def close(self) -> None:

@@ -55,27 +55,44 @@ def page_window(offset: int, size: int) -> tuple[int, int]:
     return offset & ~(PAGE - 1), -(-(offset + size) // PAGE) * PAGE
 
 
+class PendingReads(NamedTuple):
+    """Reads under way: how many lanes still have to answer, and where."""
+
+    n_answers: int
+    answers: queue.SimpleQueue
+
+
 class ReadLanes:
-    """1 to 8 reader lanes over a model's files. Lane 0 is the calling thread; the others wait for work.
+    """1 to 8 reader lanes over a model's files.
+
+    Reading serially, lane 0 is the calling thread and the others wait for work. With `background`, every
+    lane is a thread, so that reads go on while the caller computes; a lane takes shares in the order given.
 
     `direct` is what is in force: O_DIRECT is checked at open against a buffered read, and given up, with a
     warning, where the file system refuses it or returns other bytes.
     """
 
     def __init__(
-        self, files: Sequence[Path], lanes: int = 4, direct: bool = True, preadv: Preadv = os.preadv
+        self,
+        files: Sequence[Path],
+        lanes: int = 4,
+        direct: bool = True,
+        preadv: Preadv = os.preadv,
+        background: bool = False,
     ) -> None:
         self.n_lanes = lanes
+        self.background = background
         self._preadv = preadv
         self.direct = direct and self._direct_works(files)
         flags = os.O_RDONLY | (os.O_DIRECT if self.direct else 0)
         self._descriptors = {path: os.open(path, flags) for path in files}
         self._sizes = {path: path.stat().st_size for path in files}
-        self._work: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in range(lanes - 1)]
-        self._answers: queue.SimpleQueue = queue.SimpleQueue()
+        self._work: dict[int, queue.SimpleQueue] = {
+            lane: queue.SimpleQueue() for lane in range(0 if background else 1, lanes)
+        }
         self._threads = [
-            threading.Thread(target=self._serve, args=(lane,), name=f"simlab-lane-{lane}", daemon=True)
-            for lane in range(1, lanes)
+            threading.Thread(target=self._serve, args=(work, lane), name=f"simlab-lane-{lane}", daemon=True)
+            for lane, work in self._work.items()
         ]
         for thread in self._threads:
             thread.start()
@@ -114,22 +131,46 @@ class ReadLanes:
         Raises:
             RunError: a read failed or the file ended early, with the file, offset and errno.
         """
-        shares = [slices[lane :: self.n_lanes] for lane in range(self.n_lanes)]
-        busy = [lane for lane in range(1, self.n_lanes) if shares[lane]]
-        for lane in busy:
-            self._work[lane - 1].put(shares[lane])
-        outcomes = [self._read_share(0, shares[0])]
-        outcomes += [self._answers.get() for _ in busy]
-        finished: list[FinishedRead] = []
+        if self.background:
+            return self.collect(self.submit(slices))
+        own = slices[:: self.n_lanes]
+        others = self._hand_out(slices)
+        outcome = self._read_share(0, own)
+        finished = self.collect(others)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome + finished
+
+    def submit(self, slices: Sequence[Slice]) -> PendingReads:
+        """Start reading slices on the lanes of a `background` reader; `collect` waits for them."""
+        if not self.background:
+            raise RunError("this reader has no background lanes")
+        return self._hand_out(slices)
+
+    def collect(self, pending: PendingReads) -> list[FinishedRead]:
+        """Wait for reads under way.
+
+        Raises:
+            RunError: as `read`; raised when every lane has answered.
+        """
+        outcomes = [pending.answers.get() for _ in range(pending.n_answers)]
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
-            finished += outcome
-        return finished
+        return [read for outcome in outcomes for read in outcome]
 
-    def _serve(self, lane: int) -> None:
-        while (share := self._work[lane - 1].get()) is not None:
-            self._answers.put(self._read_share(lane, share))
+    def _hand_out(self, slices: Sequence[Slice]) -> PendingReads:
+        """Give every lane that is a thread its share of the slices."""
+        pending = PendingReads(sum(lane < len(slices) for lane in self._work), queue.SimpleQueue())
+        for lane, work in self._work.items():
+            if lane < len(slices):
+                work.put((slices[lane :: self.n_lanes], pending.answers))
+        return pending
+
+    def _serve(self, work: queue.SimpleQueue, lane: int) -> None:
+        while (task := work.get()) is not None:
+            share, answers = task
+            answers.put(self._read_share(lane, share))
 
     def _read_share(self, lane: int, share: Sequence[Slice]) -> list[FinishedRead] | BaseException:
         try:
@@ -162,7 +203,7 @@ class ReadLanes:
 
     def close(self) -> None:
         """Stop the lanes and close the files."""
-        for work in self._work:
+        for work in self._work.values():
             work.put(None)
         for thread in self._threads:
             thread.join()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 from pathlib import Path
 
 from simlab.cli.options import cells_from_args, engine_options, warn_about_cells
 from simlab.cli.output import Progress
-from simlab.errors import InputError
+from simlab.errors import InputError, SimlabWarning
 from simlab.record.engine import Engine, auto_budget
+from simlab.record.plan import SKIP
 from simlab.trace.store import open_trace, prepare_folder
+from simlab.types import DECODE
 
 _MIB = 1 << 20
 
@@ -21,6 +24,9 @@ def record_command(args: argparse.Namespace) -> None:
         raise InputError(f"--out {out}: exists already; add --force to replace it")
     if args.text is not None and not Path(args.text).is_file():
         raise InputError(f"--text {args.text}: no such file")
+    for given in filter(None, (args.model, args.text)):
+        if out.exists() and Path(given).exists() and out.samefile(given):
+            raise InputError(f"--out {out}: is an input of this recording")
     # Wrong options are refused before a model is loaded; the budget, if left out, is not known until then.
     route = cells_from_args(args, "1MiB")[0].route
     step = route.step("width")
@@ -43,5 +49,11 @@ def record_command(args: argparse.Namespace) -> None:
                 made = engine.record_generation(tokens, args.n, cell, out, text=text, progress=progress)
                 print(engine.detokenize(made).decode(errors="replace"))
     trace = open_trace(out)
+    if trace.tokens.filter(phase=DECODE).collect().is_empty():
+        warnings.warn(
+            f"{out}: holds prefill only; a text of more than {SKIP + 1} tokens, in a context as long, is decoded",
+            SimlabWarning,
+            stacklevel=2,
+        )
     n_tokens = trace.tokens.collect().height
     print(f"{out}: {trace.n_rows} routing rows of {n_tokens} graphs, {cell.route.name} at {cell.budget.text}")
