@@ -21,6 +21,7 @@ from simlab.record.engine import EMBEDDED_MODEL
 from simlab.record.experts import ExpertMemory
 from simlab.record.ggml import Tensor
 from simlab.record.reads import ReadLanes
+from simlab.scores import RowStatistics
 
 
 def failed(results: list[GateResult]) -> set[str]:
@@ -155,6 +156,22 @@ def test_a_drop_rule_that_spares_a_slot_is_caught(monkeypatch: pytest.MonkeyPatc
     results = {r.gate: r for r in run_gates(n_threads=1)}
     assert failed(list(results.values())) == {"G8b"}
     assert results["G8b"].note.startswith("spared ")
+
+
+def test_a_range_over_masked_scores_is_caught(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A range over a whole row, -inf included, is infinite and lifts every resident expert to the top."""
+    pytest.importorskip("gguf", reason="the gguf package writes the models: pip install 'simlab[dev]'")
+    from tiny_models import make_model
+
+    def of_all(values: np.ndarray) -> RowStatistics:
+        top, bottom = values.max(axis=-1), values.min(axis=-1)
+        return RowStatistics(top, top - bottom, bottom)
+
+    monkeypatch.setattr("simlab.record.live_route.row_statistics", of_all)
+    with np.errstate(invalid="ignore"):
+        results = {r.gate: r for r in run_gates(make_model(tmp_path, "grouped"), n_threads=1)}
+    assert failed(list(results.values())) == {"G8d"}
+    assert results["G8d"].counts["substituted"] > 0
 
 
 def test_policies_that_never_act_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
