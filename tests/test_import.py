@@ -115,9 +115,13 @@ def test_nothing_recorded_is_read_back(tmp_path: Path) -> None:
     lines = shared("bmoe/qwen.route.csv").read_text().splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("turn,")) + 1
     rows = [line.split(",") for line in lines[first:]]
-    outcomes = [row[7:9] for row in rows]
-    random.Random(5).shuffle(outcomes)
-    shuffled = [",".join(row[:7] + outcome) for row, outcome in zip(rows, outcomes, strict=True)]
+    by_layer: dict[str, list[list[str]]] = {}  # within a layer, because layers differ in entry size
+    for line in rows:
+        by_layer.setdefault(line[3], []).append(line[7:9])
+    for outcomes in by_layer.values():
+        random.Random(5).shuffle(outcomes)
+    shuffled = [",".join(line[:7] + by_layer[line[3]].pop()) for line in rows]
+    assert shuffled != lines[first:]
     path = write_lines(tmp_path / "shuffled.csv", lines[:first] + shuffled)
     trace = open_trace(import_files([str(path)], str(tmp_path / "t.trace")))
     slots = replay_slots(trace, build_cells(budgets=["4000MiB"])[0]).slots

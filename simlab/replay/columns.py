@@ -47,9 +47,8 @@ class TraceColumns:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         header = trace.header
-        ids = trace.routing.select(
-            "turn", "graph", "phase", "step", "layer", "pos_in_graph", "router_experts"
-        ).collect()
+        wanted = ("turn", "graph", "phase", "step", "layer", "pos_in_graph", "router_experts")
+        ids = trace.collect("routing", trace.routing.select(wanted))
         self.where = ids.drop("router_experts")
         if ids["router_experts"].null_count():
             raise InputError(f"{trace.path}/routing: rows without router_experts cannot be replayed")
@@ -120,8 +119,8 @@ class TraceColumns:
         return {name: _padded(name, column, size) for name, column in columns.items()}
 
     def _read(self, column: str, start: int, stop: int) -> NDArray[Any]:
-        series = self.trace.routing.select(column).slice(start, stop - start).collect().to_series()
-        return series.to_numpy().reshape(stop - start, -1)
+        rows = self.trace.routing.select(column).slice(start, stop - start)
+        return self.trace.collect("routing", rows).to_series().to_numpy().reshape(stop - start, -1)
 
     def _score_columns(self, start: int, stop: int, needs: ColumnNeeds) -> dict[str, NDArray[Any]]:
         header = self.trace.header
@@ -161,7 +160,7 @@ class TraceColumns:
         return self._null_count("weights") == 0
 
     def _null_count(self, column: str) -> int:
-        return self.trace.routing.select(pl.col(column).null_count()).collect().item()
+        return self.trace.collect("routing", self.trace.routing.select(pl.col(column).null_count())).item()
 
     @staticmethod
     def _longer_lists(

@@ -15,52 +15,41 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simlab.errors import InputError, SimlabWarning
-from simlab.trace.csv_text import key_values, read_csv_text
+from simlab.trace.csv_text import EXACT, INT32, MAX_EXPERT, Words, key_values, read_csv_text
 
 OLDEST_HEADING = "step,steps,wall_ms"
 TAG = "bmoe_metrics"
 _VERSIONS = ("v1", "v2")
 _REQUIRED = ("step", "wall_ms", "io_ms", "compute_ms", "read_bytes")
-_NUMBERS = ("wall_ms", "io_ms", "compute_ms", "stall_ms", "mgmt_ms", "cache_hit_pct", "cache_budget_mib")
-_COUNTS = {"step": 0, "read_bytes": 0, "majflt": None, "turn": None}
-"""Column and its smallest value."""
-_NUMERIC_SETTINGS = ("cache_mb", "drop_cold_frac", "drop_renorm", "drop_prefill")
 _MIB = 1 << 20
+_MS = 1_000_000
+"""Nanoseconds in a millisecond."""
+_TIME = (-float(EXACT // _MS), float(EXACT // _MS))
+_SIZE_MIB = (-1.0, float(EXACT // _MIB))
+"""Smallest and largest value; below zero, and nan for a time, mean that it was not measured."""
+_TIMES = ("wall_ms", "io_ms", "compute_ms", "stall_ms", "mgmt_ms")
+_COUNTS = {"step": (0, INT32), "read_bytes": (0, EXACT), "majflt": (-1, EXACT), "turn": (-1, INT32)}
 
 
 @dataclass(frozen=True)
 class MetricsFile:
-    """A read metrics file. `columns` has one item per decoded token: counts int64, times float64 in ms."""
+    """A read metrics file. `columns` has one item per decoded token: counts int64, times float64 in ms.
+
+    What the file does not say is null: `n_prompt`, the prompt tokens of the run; `n_expert`, the experts per
+    layer of the model; `budget_bytes`, the cache size of the run, 0 with the cache off; `drop_knobs`, the
+    knobs of `drop_cold` the run had, empty when dropping was off.
+    """
 
     path: Path
-    settings: dict[str, str]
-    summary: dict[str, str]
     columns: dict[str, NDArray]
-
-    @property
-    def n_prompt(self) -> int | None:
-        """Prompt tokens of the run, null without a summary."""
-        return int(self.summary["n_prompt"]) if self.summary.get("n_prompt", "").isdigit() else None
-
-    @property
-    def n_expert(self) -> int | None:
-        """Experts per layer of the model, null where the file does not say."""
-        return int(self.settings["n_expert"]) if self.settings.get("n_expert", "").isdigit() else None
-
-    @property
-    def engine_version(self) -> str | None:
-        return self.settings.get("engine")
-
-    @property
-    def io_mode(self) -> str | None:
-        return {"1": "direct", "0": "buffered"}.get(self.settings.get("o_direct", ""))
-
-    @property
-    def overlap(self) -> bool:
-        """Whether reads ran beside compute. Files without the setting show it by a stall that is not zero."""
-        if "overlap" in self.settings:
-            return self.settings["overlap"] != "0"
-        return "stall_ms" in self.columns and bool((self.columns["stall_ms"] > 0).any())
+    overlap: bool
+    """Whether reads ran beside compute."""
+    n_prompt: int | None
+    n_expert: int | None
+    budget_bytes: int | None
+    drop_knobs: dict[str, float] | None
+    engine_version: str | None
+    io_mode: str | None
 
     @property
     def read_wait_ms(self) -> NDArray[np.float64]:
@@ -69,31 +58,40 @@ class MetricsFile:
             self.columns["stall_ms"] if self.overlap and "stall_ms" in self.columns else self.columns["io_ms"]
         )
 
-    @property
-    def budget_bytes(self) -> int | None:
-        """Cache size of the run; 0 with the cache off, null where the file does not say."""
-        for word in (self.summary.get("cache_budget_MiB"), _last(self.columns.get("cache_budget_mib"))):
-            if word is not None and float(word) > 0:
-                return round(float(word) * _MIB)
-        if float(self.settings.get("cache_mb", 0)) > 0:
-            return round(float(self.settings["cache_mb"]) * _MIB)
-        hit_pct = self.columns.get("cache_hit_pct")
-        return 0 if hit_pct is not None and len(hit_pct) and bool((hit_pct < 0).all()) else None
-
-    @property
-    def drop_knobs(self) -> dict[str, float] | None:
-        """Knobs of `drop_cold` the run had, empty when dropping was off, null where the file does not say."""
-        if "drop_cold_frac" not in self.settings:
-            return None
-        threshold = float(self.settings["drop_cold_frac"])
-        if threshold <= 0:
-            return {}
-        renorm, prefill = self.settings.get("drop_renorm", "1"), self.settings.get("drop_prefill", "0")
-        return {"F": threshold, "renorm": int(renorm), "prefill": int(prefill)}
-
 
 def _last(values: NDArray | None) -> float | None:
     return float(values[-1]) if values is not None and len(values) else None
+
+
+def _overlap(settings: Words, columns: dict[str, NDArray]) -> bool:
+    """Files without the setting show it by a stall that is not zero."""
+    said = settings.whole("overlap", 0, INT32)
+    if said is not None:
+        return said != 0
+    return "stall_ms" in columns and bool((columns["stall_ms"] > 0).any())
+
+
+def _budget_bytes(settings: Words, summary: Words, columns: dict[str, NDArray]) -> int | None:
+    said = (
+        summary.number("cache_budget_MiB", *_SIZE_MIB),
+        _last(columns.get("cache_budget_mib")),
+        settings.number("cache_mb", *_SIZE_MIB),
+    )
+    for size in said:
+        if size is not None and size > 0:
+            return round(size * _MIB)
+    hit_pct = columns.get("cache_hit_pct")
+    return 0 if hit_pct is not None and len(hit_pct) and bool((hit_pct < 0).all()) else None
+
+
+def _drop_knobs(settings: Words) -> dict[str, float] | None:
+    threshold = settings.number("drop_cold_frac", 0, 1)
+    renorm, prefill = settings.whole("drop_renorm", 0, 1), settings.whole("drop_prefill", 0, 1)
+    if threshold is None:
+        return None
+    if threshold == 0:
+        return {}
+    return {"F": threshold, "renorm": 1 if renorm is None else renorm, "prefill": prefill or 0}
 
 
 def read_metrics(path: Path) -> MetricsFile:
@@ -103,31 +101,36 @@ def read_metrics(path: Path) -> MetricsFile:
         InputError: not a metrics file, or a value in it cannot be used.
     """
     text = read_csv_text(path)
-    settings: dict[str, str] = {}
-    summary: dict[str, str] = {}
+    settings, summary = Words(path, {}), Words(path, {})
     for line, comment in text.comments:
         if comment.startswith("summary"):
-            summary = key_values(comment)
+            summary = key_values(path, line, comment)
         elif comment.startswith(TAG):
             if comment.removeprefix(TAG).strip() not in _VERSIONS:
                 raise InputError(
                     f"{path}, line {line}: '{comment}', this simlab reads {TAG} {' and '.join(_VERSIONS)}"
                 )
         else:
-            settings |= key_values(comment)
-    for name, words in (*((n, settings) for n in _NUMERIC_SETTINGS), ("cache_budget_MiB", summary)):
-        if name in words:
-            try:
-                float(words[name])
-            except ValueError:
-                raise InputError(f"{path}, field '{name}': '{words[name]}' is not a number") from None
-    for column in _REQUIRED:
-        if column not in text.columns:
-            raise InputError(f"{path}: column '{column}' is missing")
+            settings = Words(path, settings.words | key_values(path, line, comment).words)
+    text.require(_REQUIRED)
     if not text.frame.height:
         raise InputError(f"{path}: a heading without rows")
     if text.tail is not None:
         warnings.warn(f"{path}: cut short at its end; its last line is left out", SimlabWarning, stacklevel=3)
-    columns: dict[str, NDArray] = {n: text.floats(n) for n in _NUMBERS if n in text.columns}
-    columns |= {n: text.integers(n, low) for n, low in _COUNTS.items() if n in text.columns}
-    return MetricsFile(path, settings, summary, columns)
+    columns: dict[str, NDArray] = {n: text.floats(n, *_TIME) for n in _TIMES if n in text.columns}
+    if "cache_hit_pct" in text.columns:
+        columns["cache_hit_pct"] = text.floats("cache_hit_pct", -1, 100)
+    if "cache_budget_mib" in text.columns:
+        columns["cache_budget_mib"] = text.floats("cache_budget_mib", *_SIZE_MIB, nan=False)
+    columns |= {n: text.integers(n, *limits) for n, limits in _COUNTS.items() if n in text.columns}
+    return MetricsFile(
+        path=path,
+        columns=columns,
+        overlap=_overlap(settings, columns),
+        n_prompt=summary.whole("n_prompt", 0, INT32),
+        n_expert=settings.whole("n_expert", 1, MAX_EXPERT),
+        budget_bytes=_budget_bytes(settings, summary, columns),
+        drop_knobs=_drop_knobs(settings),
+        engine_version=settings.text("engine"),
+        io_mode={"1": "direct", "0": "buffered"}.get(settings.text("o_direct") or ""),
+    )

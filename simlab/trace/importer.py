@@ -7,6 +7,7 @@ and the weight rule of its header are unknown.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 from numpy.typing import NDArray
 
 from simlab.errors import InputError, SimlabWarning
@@ -21,10 +23,11 @@ from simlab.trace import bmoe_metrics, io_csv, route_csv
 from simlab.trace.bmoe_metrics import MetricsFile, read_metrics
 from simlab.trace.io_csv import IoFile, read_io
 from simlab.trace.route_csv import RouteFile, read_route
-from simlab.trace.store import TraceWriter, prepare_folder
+from simlab.trace.schema import table_schema
+from simlab.trace.store import TraceWriter, check_output, prepare_folder
 from simlab.types import DECODE, PREFILL, TraceHeader
 
-_FLUSH_ROWS = 1 << 16
+_FLUSH_ROWS, _FLUSH_SCORES = 1 << 16, 1 << 25
 _MS = 1_000_000
 """Nanoseconds in a millisecond."""
 
@@ -40,8 +43,9 @@ def import_files(files: Sequence[str], out: str, force: bool = False) -> Path:
     Raises:
         InputError: a file cannot be used, or `out` exists.
     """
-    if not force:
-        prepare_folder(out, force=False)
+    if os.path.realpath(out) in map(os.path.realpath, files):
+        raise InputError(f"--out {out}: is one of the files to import; name another folder")
+    check_output(out, force)
     by_kind: dict[str, Path] = {}
     for name in files:
         path = Path(name)
@@ -53,8 +57,6 @@ def import_files(files: Sequence[str], out: str, force: bool = False) -> Path:
         raise InputError(
             f"{files[0]}: no route trace among the files, and a trace cannot be made without one"
         )
-    if Path(out).resolve() in {path.resolve() for path in by_kind.values()}:
-        raise InputError(f"--out {out}: is one of the files to import; name another folder")
     route = read_route(by_kind["route trace"])
     metrics = read_metrics(by_kind["metrics file"]) if "metrics file" in by_kind else None
     reads = read_io(by_kind["io trace"]) if "io trace" in by_kind else None
@@ -63,11 +65,16 @@ def import_files(files: Sequence[str], out: str, force: bool = False) -> Path:
             f"{metrics.path}, field 'n_expert': {metrics.n_expert}, but {route.path} has {route.n_expert}; "
             "the two are not of one run"
         )
+    if reads is not None:
+        reads.check_against(route.path, route.n_expert, route.entry_bytes)
     header = _header(route, metrics, reads)
     tokens = _tokens(route, metrics)
-    read_columns = _reads(reads, tokens) if reads else None
+    tables = {"routing": _routing(route), "tokens": tokens}
+    if reads is not None:
+        tables["reads"] = _reads(reads, tokens)
+    frames = {table: _frame(table, columns, header) for table, columns in tables.items()}
     folder = prepare_folder(out, force)
-    _write(folder, header, route, tokens, read_columns)
+    _write(folder, header, frames)
     return folder
 
 
@@ -100,7 +107,7 @@ def _header(route: RouteFile, metrics: MetricsFile | None, reads: IoFile | None)
     policy, knobs = _policy(route, metrics)
     io_mode = metrics.io_mode if metrics else None
     if io_mode is None and reads is not None:
-        io_mode = {"1": "direct", "0": "buffered"}.get(reads.settings.get("o_direct", ""))
+        io_mode = {"1": "direct", "0": "buffered"}.get(reads.o_direct or "")
     return TraceHeader(
         model=route.model,
         arch=route.arch,
@@ -274,18 +281,16 @@ def _reads(reads: IoFile, tokens: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _write(
-    folder: Path, header: TraceHeader, route: RouteFile, tokens: dict[str, Any], reads: dict[str, Any] | None
-) -> None:
-    n_rows, k = len(route.rows["graph"]), route.k
+def _routing(route: RouteFile) -> dict[str, NDArray]:
+    """The routing table, without the columns that a route trace cannot fill."""
 
     def by_slot(values: NDArray, empty: Any, dtype: Any) -> NDArray:
-        matrix = np.full((n_rows, k), empty, dtype)
+        matrix = np.full((len(route.rows["graph"]), route.k), empty, dtype)
         matrix[route.row_of_slot, route.slots["slot"]] = values
         return matrix
 
     experts = by_slot(route.slots["expert"], -1, np.int32)
-    routing: dict[str, NDArray] = {
+    return {
         **route.rows,
         "router_experts": experts,
         "experts": experts,
@@ -294,13 +299,23 @@ def _write(
         "dropped": by_slot(route.slots["dropped"], False, bool),
         "read_bytes": by_slot(route.slots["read_bytes"], 0, np.int64),
     }
-    with TraceWriter(folder, header, k) as writer:
-        if reads is not None:
-            writer.add("reads", reads)
-        for start in range(0, n_rows, _FLUSH_ROWS):
-            writer.add(
-                "routing", {name: values[start : start + _FLUSH_ROWS] for name, values in routing.items()}
-            )
+
+
+def _frame(table: str, columns: dict[str, Any], header: TraceHeader) -> pl.DataFrame:
+    """Columns in the types of the trace's schema, so that nothing can fail once the folder is made."""
+    schema = table_schema(table, header.n_expert, header.n_expert_used)
+    return pl.DataFrame(columns, schema={name: schema[name] for name in columns}, strict=True)
+
+
+def _write(folder: Path, header: TraceHeader, frames: dict[str, pl.DataFrame]) -> None:
+    routing = frames["routing"]
+    # The writer fills the score columns with nulls, which take as much memory as scores.
+    n_rows = max(1, min(_FLUSH_ROWS, _FLUSH_SCORES // header.n_expert))
+    with TraceWriter(folder, header, header.n_expert_used) as writer:
+        if "reads" in frames:
+            writer.add("reads", frames["reads"].to_dict())
+        for start in range(0, routing.height, n_rows):
+            writer.add("routing", routing.slice(start, n_rows).to_dict())
             writer.flush()
         # Last, because a reader trusts the graphs the tokens table names.
-        writer.add("tokens", tokens)
+        writer.add("tokens", frames["tokens"].to_dict())

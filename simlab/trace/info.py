@@ -89,13 +89,13 @@ def _counts(trace: Trace) -> dict[str, Any]:
             pl.col("step").max().alias("high"),
         )
     )
-    graphs = (
+    graphs = trace.collect(
+        "routing",
         per_layer.group_by("graph")
         .agg(pl.col("rows").max(), pl.col("turn", "phase").first(), pl.col("low").min(), pl.col("high").max())
-        .sort("graph")
-        .collect()
+        .sort("graph"),
     )
-    with_scores = trace.routing.select(pl.col("scores").is_not_null().sum()).collect().item()
+    with_scores = trace.collect("routing", trace.routing.select(pl.col("scores").is_not_null().sum())).item()
     by_phase = {phase: graphs.filter(pl.col("phase") == phase) for phase in (PREFILL, DECODE)}
     known = graphs.filter(pl.col("high") >= 0)
     return {

@@ -3,29 +3,47 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from numpy.typing import NDArray
 
 from simlab.errors import InputError, SimlabWarning
-from simlab.trace.csv_text import key_values, read_csv_text
+from simlab.trace.csv_text import EXACT, INT32, MAX_EXPERT, MAX_LAYER, CsvText, key_values, read_csv_text
 
 TAG = "io_trace v1"
 _COLUMNS = {
-    "turn": 0, "phase": 0, "step": -1, "layer": 0, "expert": 0, "proj": 0,
-    "lane": 0, "spec": 0, "offset": 0, "req_bytes": 0, "read_bytes": 0, "latency_ns": 0,
+    "turn": (0, INT32), "phase": (0, 1), "step": (-1, INT32), "layer": (0, MAX_LAYER),
+    "expert": (0, MAX_EXPERT), "proj": (0, INT32), "lane": (0, INT32), "spec": (0, INT32),
+    "offset": (0, EXACT), "req_bytes": (0, EXACT), "read_bytes": (0, EXACT), "latency_ns": (0, EXACT),
 }  # fmt: skip
-"""Column and its smallest value."""
+"""Column, its smallest and its largest value."""
 
 
 @dataclass(frozen=True)
 class IoFile:
     """A read io trace: int64 columns by their names in the file."""
 
-    path: Path
-    settings: dict[str, str]
+    text: CsvText
+    o_direct: str | None
     columns: dict[str, NDArray]
+
+    @property
+    def path(self) -> Path:
+        return self.text.path
+
+    def check_against(self, route: Path, n_expert: int, layers: Collection[int]) -> None:
+        """Refuse reads of what the route trace's model does not stream."""
+        layer, expert = self.columns["layer"], self.columns["expert"]
+        foreign = ~np.isin(layer, list(layers))
+        if foreign.any():
+            index = int(np.argmax(foreign))
+            raise self.text.refuse(index, "layer", f"{layer[index]} is not a streamed layer of {route}")
+        if (expert >= n_expert).any():
+            index = int(np.argmax(expert >= n_expert))
+            raise self.text.refuse(index, "expert", f"{expert[index]}, but {route} has n_expert={n_expert}")
 
 
 def read_io(path: Path) -> IoFile:
@@ -37,12 +55,11 @@ def read_io(path: Path) -> IoFile:
     text = read_csv_text(path)
     if not text.comments or text.comments[0][1] != TAG:
         raise InputError(f"{path}, line 1: not an io trace, it should begin with '# {TAG}'")
-    for column in _COLUMNS:
-        if column not in text.columns:
-            raise InputError(f"{path}: column '{column}' is missing")
+    text.require(_COLUMNS)
     if text.tail is not None:
         warnings.warn(f"{path}: cut short at its end; its last line is left out", SimlabWarning, stacklevel=3)
-    settings: dict[str, str] = {}
-    for _, comment in text.comments[1:]:
-        settings |= key_values(comment)
-    return IoFile(path, settings, {name: text.integers(name, low) for name, low in _COLUMNS.items()})
+    o_direct: str | None = None
+    for line, comment in text.comments[1:]:
+        o_direct = key_values(path, line, comment).text("o_direct") or o_direct
+    columns = {name: text.integers(name, low, high) for name, (low, high) in _COLUMNS.items()}
+    return IoFile(text, o_direct, columns)

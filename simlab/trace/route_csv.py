@@ -23,12 +23,24 @@ import polars as pl
 from numpy.typing import NDArray
 
 from simlab.errors import InputError, SimlabWarning
-from simlab.trace.csv_text import CsvText, key_values, read_csv_text
+from simlab.trace.csv_text import (
+    EXACT,
+    INT32,
+    MAX_ENTRY_BYTES,
+    MAX_EXPERT,
+    MAX_LAYER,
+    CsvText,
+    Words,
+    key_values,
+    read_csv_text,
+)
 from simlab.types import DECODE
 
 TAG = "route_trace v1"
 _COLUMNS = ("turn", "phase", "step", "layer", "slot", "expert", "weight", "residency", "expert_bytes")
-_SHAPE = ("n_layer", "n_expert", "n_expert_used")
+_SHAPE = {"n_layer": MAX_LAYER + 1, "n_expert": MAX_EXPERT, "n_expert_used": MAX_EXPERT}
+"""Field of the model line and its largest value."""
+_MAX_WEIGHT = float(np.finfo(np.float32).max)
 _NO_POSITION = -1
 _MODEL = re.compile(r"model=(.*?)(?:\s+arch=|$)")
 
@@ -79,9 +91,7 @@ def read_route(path: Path) -> RouteFile:
     """
     text = read_csv_text(path)
     preamble = _read_preamble(text)
-    for column in _COLUMNS:
-        if column not in text.columns:
-            raise InputError(f"{path}: column '{column}' is missing")
+    text.require(_COLUMNS)
     text, cut = _settle_tail(text, preamble)
     if not text.frame.height:
         raise InputError(f"{path}: a header without rows")
@@ -129,32 +139,39 @@ def _read_preamble(text: CsvText) -> _Preamble:
     model, arch = "", ""
     entry: dict[int, int] = {}
     dense: dict[int, int] = {}
+    layer_lines: list[tuple[Words, int]] = []
     for line, comment in text.comments[1:]:
-        words = key_values(comment)
-        if "layer" in words:
-            layer = _whole(path, line, words, "layer")
-            entry[layer] = _whole(path, line, words, "expert_bytes")
-            dense[layer] = _whole(path, line, words, "dense_bytes") if "dense_bytes" in words else 0
-        elif "model" in words and shape is None:
-            shape = {name: _whole(path, line, words, name) for name in _SHAPE}
+        words = key_values(path, line, comment)
+        if words.text("layer") is not None:
+            layer = _whole(path, line, words, "layer", 0, MAX_LAYER)
+            if layer in entry:
+                raise words.refuse("layer", f"a second line for layer {layer}")
+            entry[layer] = _whole(path, line, words, "expert_bytes", 0, MAX_ENTRY_BYTES)
+            dense[layer] = words.whole("dense_bytes", 0, EXACT) or 0
+            layer_lines.append((words, layer))
+        elif words.text("model") is not None:
+            if shape is not None:
+                raise words.refuse("model", "a second model line; a file holds one run")
+            shape = {name: _whole(path, line, words, name, 1, high) for name, high in _SHAPE.items()}
             found = _MODEL.search(comment)
-            model, arch = (found[1] if found else ""), words.get("arch", "")
-            if not 1 <= shape["n_expert_used"] <= shape["n_expert"]:
-                raise InputError(
-                    f"{path}, line {line}, field 'n_expert_used': {shape['n_expert_used']} of "
-                    f"{shape['n_expert']} experts"
+            model, arch = (found[1] if found else ""), words.text("arch") or ""
+            if shape["n_expert_used"] > shape["n_expert"]:
+                raise words.refuse(
+                    "n_expert_used", f"{shape['n_expert_used']} of {shape['n_expert']} experts"
                 )
     if shape is None:
         raise InputError(f"{path}: field 'n_expert' is missing, there is no '# model=' line")
+    for words, layer in layer_lines:
+        if layer >= shape["n_layer"]:
+            raise words.refuse("layer", f"{layer}, but the header says n_layer={shape['n_layer']}")
     return _Preamble(model, arch, shape["n_layer"], shape["n_expert"], shape["n_expert_used"], entry, dense)
 
 
-def _whole(path: Path, line: int, words: dict[str, str], field: str) -> int:
-    if field not in words:
+def _whole(path: Path, line: int, words: Words, field: str, low: int, high: int) -> int:
+    value = words.whole(field, low, high)
+    if value is None:
         raise InputError(f"{path}, line {line}, field '{field}': is missing")
-    if not words[field].isdigit():
-        raise InputError(f"{path}, line {line}, field '{field}': '{words[field]}' is not a whole number")
-    return int(words[field])
+    return value
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -172,26 +189,27 @@ def _settle_tail(text: CsvText, preamble: _Preamble) -> tuple[CsvText, bool]:
     if len(text.tail) != len(text.columns):
         return text, True
     fields = dict(zip(text.columns, (field.strip() for field in text.tail), strict=True))
-    sizes = {"0", str(preamble.entry_bytes.get(int(fields["layer"]) if fields["layer"].isdigit() else -1))}
-    if fields["expert_bytes"] not in sizes or fields.get("dropped", "0") not in ("0", "1"):
+    sizes = {str(layer): str(size) for layer, size in preamble.entry_bytes.items()}
+    if fields["expert_bytes"] not in ("0", sizes.get(fields["layer"])) or fields.get("dropped", "0") not in (
+        "0",
+        "1",
+    ):
         return text, True
-    row = pl.DataFrame(
-        {name: [fields[name]] for name in text.columns}, schema=dict.fromkeys(text.columns, pl.String)
-    )
-    last = text.frame.select(pl.col("row").max()).item()
-    row = row.with_columns(row=pl.lit(0 if last is None else last + 1, pl.get_index_type()))
-    frame = pl.concat([text.frame, row.select(text.frame.columns)])
-    return CsvText(text.path, text.comments, text.columns, frame, None), False
+    return text.with_line([fields[name] for name in text.columns]), False
 
 
 def _read_columns(text: CsvText, preamble: _Preamble) -> tuple[dict[str, NDArray], dict[str, NDArray]]:
     """The columns of slots and of places, checked."""
     where = {
-        "turn": text.integers("turn"),
+        "turn": text.integers("turn", 0, INT32),
         "phase": text.integers("phase", 0, 1),
-        "step": text.integers("step", _NO_POSITION),
-        "layer": text.integers("layer", 0),
+        "step": text.integers("step", _NO_POSITION, INT32),
+        "layer": text.integers("layer", 0, preamble.n_layer - 1),
     }
+    turn = where["turn"]
+    if (turn[1:] < turn[:-1]).any():
+        index = int(np.argmax(turn[1:] < turn[:-1])) + 1
+        raise text.refuse(index, "turn", f"{turn[index]} after {turn[index - 1]}; turns only go up")
     for layer in np.unique(where["layer"]):
         if preamble.entry_bytes.get(int(layer), 0) <= 0:
             index = int(np.argmax(where["layer"] == layer))
@@ -199,21 +217,37 @@ def _read_columns(text: CsvText, preamble: _Preamble) -> tuple[dict[str, NDArray
             raise text.refuse(
                 index, "layer", f"expert_bytes of layer {layer} {said}, but rows route experts there"
             )
-    slot = text.integers("slot", 0)
+    slot = text.integers("slot", 0, MAX_EXPERT)
     if slot.max() >= preamble.n_expert_used:
         index = int(np.argmax(slot >= preamble.n_expert_used))
         raise text.refuse(
             index, "slot", f"{slot[index]}, but the header says n_expert_used={preamble.n_expert_used}"
         )
-    expert = text.integers("expert")
-    weight = text.floats("weight", pl.Float32)
-    read_bytes = text.integers("expert_bytes", 0)
+    expert = text.integers("expert", -(1 << 63), (1 << 63) - 1)
+    weight = text.floats("weight", 0, _MAX_WEIGHT, pl.Float32)
+    read_bytes = text.integers("expert_bytes", 0, MAX_ENTRY_BYTES)
+    entry = np.zeros(preamble.n_layer, np.int64)
+    entry[list(preamble.entry_bytes)] = list(preamble.entry_bytes.values())
+    entry = entry[where["layer"]]
+    if float(entry.max()) * len(entry) >= 1 << 62:
+        index = int(np.argmax(entry))
+        raise text.refuse(
+            index, "layer", f"expert_bytes={entry[index]} is too large to be added up over the rows"
+        )
     outside = (expert < 0) | (expert >= preamble.n_expert)
     padding = ((expert == -1) | (expert == preamble.n_expert)) & (read_bytes == 0) & ~(np.abs(weight) > 0)
     if (outside & ~padding).any():
         index = int(np.argmax(outside & ~padding))
         raise text.refuse(
             index, "expert", f"{expert[index]}, but the header says n_expert={preamble.n_expert}"
+        )
+    charged = (read_bytes != 0) & (read_bytes != entry)
+    if charged.any():
+        index = int(np.argmax(charged))
+        raise text.refuse(
+            index,
+            "expert_bytes",
+            f"{read_bytes[index]}, must be 0 or the {entry[index]} of layer {where['layer'][index]}",
         )
     slots = {
         "slot": slot,

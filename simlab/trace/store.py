@@ -6,6 +6,7 @@ complete and says so in one warning.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -21,6 +22,9 @@ from simlab.errors import InputError, RunError, SimlabWarning
 from simlab.trace.header import read_header, write_header
 from simlab.trace.schema import TABLES, table_schema
 from simlab.types import TraceHeader
+
+_FAILURES = (Exception, pl.exceptions.PanicException)
+"""What polars raises on a damaged file; a panic of its parquet reader is no Exception."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,19 @@ class Trace:
     @property
     def has_scores(self) -> bool:
         """Whether every routing row carries the scores its graph sorted."""
-        return self.n_rows > 0 and self.routing.select(pl.col("scores").null_count()).collect().item() == 0
+        if not self.n_rows:
+            return False
+        return self.collect("routing", self.routing.select(pl.col("scores").null_count())).item() == 0
+
+    def collect(self, table: str, frame: pl.LazyFrame) -> pl.DataFrame:
+        """Run a query on one of the tables.
+
+        Opening a trace reads little of it, so a damaged part may only show here.
+
+        Raises:
+            InputError: a part of the table cannot be read.
+        """
+        return _collect(self.path, table, frame)
 
 
 def open_trace(path: str | os.PathLike[str]) -> Trace:
@@ -48,7 +64,8 @@ def open_trace(path: str | os.PathLike[str]) -> Trace:
 
     Raises:
         InputError: no such folder, a header this version cannot read, a table whose rows differ from the
-            header's count, or rows of a layer whose entry bytes are unknown.
+            header's count, or rows out of order, of no known place, or of a layer whose entry bytes are
+            unknown.
     """
     folder = Path(path)
     header, promised, width = read_header(folder)
@@ -62,13 +79,36 @@ def open_trace(path: str | os.PathLike[str]) -> Trace:
                 raise InputError(
                     f"{folder}/{table}: {found} rows, header.json promises {promised.get(table)}"
                 )
-    layers = _collect(folder, "routing", frames["routing"].select(pl.col("layer").unique().sort()))
-    for layer in layers["layer"].to_list():
+    _check_routing(folder, header, frames["routing"])
+    return Trace(folder, header, width, _count(folder, "routing", frames["routing"]), **frames)
+
+
+def _check_routing(folder: Path, header: TraceHeader, routing: pl.LazyFrame) -> None:
+    """Refuse rows that a replay would walk in the wrong order or at no place. Reads three columns."""
+    known = ("graph", "layer", "turn", "phase", "step")
+    falls = pl.col("graph").diff() < 0
+    found = _collect(
+        folder,
+        "routing",
+        routing.select(
+            *(pl.col(name).null_count().alias(f"no {name}") for name in known),
+            falls.any().alias("falls"),
+            falls.arg_max().alias("row"),
+            pl.col("layer").unique().sort().implode().alias("layers"),
+        ),
+    ).row(0, named=True)
+    for name in known:
+        if found[f"no {name}"]:
+            raise InputError(f"{folder}/routing: column '{name}': {found[f'no {name}']} rows have none")
+    if found["falls"]:
+        raise InputError(
+            f"{folder}/routing: column 'graph' goes down at row {found['row']}; its parts are out of order"
+        )
+    for layer in found["layers"]:
         if layer not in header.entry_bytes:
             raise InputError(
                 f"{folder}/header.json: entry_bytes has no layer {layer}, which the routing table has"
             )
-    return Trace(folder, header, width, _count(folder, "routing", frames["routing"]), **frames)
 
 
 def _scan(folder: Path, table: str, n_expert: int, width: int) -> pl.LazyFrame:
@@ -79,7 +119,7 @@ def _scan(folder: Path, table: str, n_expert: int, width: int) -> pl.LazyFrame:
     frame = pl.scan_parquet(parts, glob=False)
     try:
         found = frame.collect_schema()
-    except Exception as error:
+    except _FAILURES as error:
         raise InputError(f"{folder}/{table}: a part is not parquet: {_first_line(error)}") from error
     for name, dtype in schema.items():
         if name not in found:
@@ -96,7 +136,7 @@ def _first_line(error: Exception) -> str:
 def _collect(folder: Path, table: str, frame: pl.LazyFrame) -> pl.DataFrame:
     try:
         return frame.collect()
-    except Exception as error:
+    except _FAILURES as error:
         raise InputError(f"{folder}/{table}: cannot be read: {_first_line(error)}") from error
 
 
@@ -116,19 +156,54 @@ def _complete_graphs(folder: Path, frames: dict[str, pl.LazyFrame]) -> dict[str,
     return {table: frame.filter(pl.col("graph") <= last) for table, frame in frames.items()}
 
 
-def prepare_folder(path: str | os.PathLike[str], force: bool) -> Path:
-    """Refuse an existing output without `force`; with it, remove what was there. Creates nothing."""
+def check_output(path: str | os.PathLike[str], force: bool) -> Path:
+    """Refuse an output that cannot be made: without `force` any that exists, with it all but a trace.
+
+    Raises:
+        InputError: `path` may not be written.
+    """
     target = Path(path)
-    if not target.exists():
-        return target
-    if not force:
-        raise InputError(f"--out {target}: exists already; add --force to replace it")
-    if target.is_dir():
-        if any(target.iterdir()) and not (target / "header.json").is_file():
+    try:
+        if not target.parent.is_dir():
+            raise InputError(f"--out {target}: {target.parent} is not a folder")
+        if not os.path.lexists(target):
+            return target
+        if not force:
+            raise InputError(f"--out {target}: exists already; add --force to replace it")
+        if target.is_symlink() or not target.is_dir():
+            raise InputError(f"--out {target}: is not a trace folder; --force does not remove it")
+        if not _only_a_trace(target):
             raise InputError(f"--out {target}: a folder that is not a trace; --force does not remove it")
-        shutil.rmtree(target)
-    else:
-        target.unlink()
+    except OSError as error:  # a name too long, a folder that may not be entered
+        raise InputError(f"--out {target}: {error.strerror}") from error
+    return target
+
+
+def _only_a_trace(folder: Path) -> bool:
+    """Whether a folder holds a trace, finished or not, and nothing besides; or nothing at all."""
+    names = {entry.name for entry in folder.iterdir()}
+    if not names:
+        return True
+    if not names & {"header.json", "header.json.tmp"} or names - {"header.json", "header.json.tmp", *TABLES}:
+        return False
+    tables = [folder / table for table in TABLES if table in names]
+    parts = [part for table in tables if table.is_dir() for part in table.iterdir()]
+    return all(table.is_dir() for table in tables) and all(part.match("part-*.*") for part in parts)
+
+
+def prepare_folder(path: str | os.PathLike[str], force: bool) -> Path:
+    """Refuse what `check_output` refuses and, with `force`, remove the trace that was there. Creates nothing.
+
+    Raises:
+        InputError: `path` may not be written.
+        RunError: the trace there could not be removed.
+    """
+    target = check_output(path, force)
+    if target.exists():
+        try:
+            shutil.rmtree(target)
+        except OSError as error:
+            raise RunError(f"--out {target}: cannot be replaced: {error.strerror}") from error
     return target
 
 
@@ -146,24 +221,33 @@ class TraceWriter:
         self._pending: dict[str, list[pl.DataFrame]] = {table: [] for table in TABLES}
         self._rows: dict[str, int] = dict.fromkeys(TABLES, 0)
         self._parts = 0
-        self._guard(lambda: self._create())
+        self._guard(self._create, "nothing was written")
 
     def _create(self) -> None:
+        """Make the folder; on failure, leave nothing of it behind, so that another try finds the way clear."""
         if (self.folder / "header.json").exists():
             raise InputError(f"{self.folder}: holds a trace already; remove it or write elsewhere")
-        for table in TABLES:
-            (self.folder / table).mkdir(parents=True, exist_ok=True)
-        write_header(self.folder, self.header, None, self.width)
+        folders = [self.folder / table for table in TABLES]
+        new = [f for f in (*folders, self.folder, *self.folder.parents) if not f.exists()]
+        try:
+            for folder in folders:
+                folder.mkdir(parents=True, exist_ok=True)
+            write_header(self.folder, self.header, None, self.width)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                (self.folder / "header.json.tmp").unlink(missing_ok=True)
+            for folder in new:  # the deepest first, and only if empty
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+            raise
 
-    def _guard(self, action: Any) -> None:
+    def _guard(self, action: Any, left: str = "what was written before is readable") -> None:
         try:
             action()
         except (OSError, pl.exceptions.PolarsError) as error:
             # Polars reports a full disk as an error of its own, without an errno.
             why = getattr(error, "strerror", None) or _first_line(error)
-            raise RunError(
-                f"{self.folder}: writing the trace failed: {why}; what was written before is readable"
-            ) from error
+            raise RunError(f"{self.folder}: writing the trace failed: {why}; {left}") from error
 
     def add(self, table: str, columns: Mapping[str, Any]) -> None:
         """Append rows to a table; columns not given are null."""
