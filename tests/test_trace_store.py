@@ -185,7 +185,7 @@ def test_a_part_cut_in_the_middle(tmp_path: Path) -> None:
         ({"n_expert": "remove"}, "field 'n_expert' is missing"),
         ({"schema_version": 99}, "schema_version 99"),
         ({"n_expert_used": 9}, "n_expert_used 9 of n_expert 4"),
-        ({"weight_rule": {"magic": 1}}, "wrong form"),
+        ({"weight_rule": {"magic": 1}}, "field 'weight_rule.magic': unknown"),
     ],
 )
 def test_headers_that_cannot_be_used(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

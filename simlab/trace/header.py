@@ -1,20 +1,46 @@
-"""`header.json`: reading, checking and writing."""
+"""`header.json`: reading, checking and writing.
+
+A field's type is the one `TraceHeader` declares, so a new field is checked without a word here; `_LIMITS` has
+the range of those that are not legal everywhere. Fields nobody knows are left alone.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from simlab.errors import InputError
-from simlab.trace.schema import SCHEMA_VERSION
-from simlab.types import TraceHeader, WeightRule
+from simlab.trace.csv_text import EXACT, MAX_ENTRY_BYTES, MAX_EXPERT, MAX_LAYER
+from simlab.trace.schema import SCHEMA_VERSION, TABLES
+from simlab.types import TraceHeader
 
 _REQUIRED = ("schema_version", "model", "arch", "n_layer", "n_expert", "n_expert_used", "entry_bytes")
+_LAYER = re.compile(r"0|[1-9][0-9]{0,8}")
 _BY_LAYER = ("entry_bytes", "window_bytes", "dense_bytes")
+_INT64 = (1 << 63) - 1
+_FLOAT32 = 3.4e38
+_LIMITS: dict[str, tuple[float, float]] = {
+    "n_layer": (1, MAX_LAYER + 1),
+    "n_expert": (1, MAX_EXPERT),
+    "n_expert_used": (1, MAX_EXPERT),
+    "routing_width": (1, MAX_EXPERT),
+    "entry_bytes": (1, MAX_ENTRY_BYTES),
+    "window_bytes": (0, EXACT),
+    "dense_bytes": (0, EXACT),
+    "weight_rule.clamp_min": (0, 1),
+    "weight_rule.scale": (1e-6, 1e6),
+}
+"""Smallest and largest value of a field or of each of its items; otherwise any size, any float32."""
+
+
+class _WrongField(Exception):
+    """What is wrong with a field; its text begins with the field's name."""
 
 
 def header_to_json(header: TraceHeader, rows: Mapping[str, int] | None, width: int) -> str:
@@ -38,50 +64,160 @@ def write_header(folder: Path, header: TraceHeader, rows: Mapping[str, int] | No
 def read_header(folder: Path) -> tuple[TraceHeader, dict[str, int] | None, int]:
     """The header, the promised row counts (None while incomplete) and the slots per routing row."""
     path = folder / "header.json"
-    if not folder.exists():
-        raise InputError(f"{folder}: no such trace")
-    if not path.is_file():
-        raise InputError(f"{folder}: not a trace, it holds no header.json")
     try:
-        fields = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: not JSON: {error}") from error
+        if not folder.exists():
+            raise InputError(f"{folder}: no such trace")
+        if not path.is_file():
+            raise InputError(f"{folder}: not a trace, it holds no header.json")
+    except OSError as error:  # a name too long, a folder that may not be entered
+        raise InputError(f"{folder}: cannot be read: {error.strerror}") from error
+    try:
+        fields = json.loads(path.read_bytes(), object_pairs_hook=_once, parse_constant=_no_constant)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        # ValueError is JSONDecodeError, UnicodeDecodeError and a number of thousands of digits.
+        why = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise InputError(f"{path}: not JSON: {why}") from error
+    except _WrongField as error:
+        raise InputError(f"{path}: {error}") from error
     if not isinstance(fields, dict):
         raise InputError(f"{path}: not a JSON object")
     for name in _REQUIRED:
         if name not in fields:
             raise InputError(f"{path}: field '{name}' is missing")
-    if fields["schema_version"] != SCHEMA_VERSION:
+    version = fields["schema_version"]
+    if isinstance(version, bool) or version != SCHEMA_VERSION:
         raise InputError(
-            f"{path}: schema_version {fields['schema_version']}, this simlab reads {SCHEMA_VERSION}; "
+            f"{path}: field 'schema_version': schema_version {_shown(version)}, this simlab reads {SCHEMA_VERSION}; "
             "record or import again"
         )
     try:
         return _parse(fields)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise InputError(f"{path}: a field has the wrong form: {error}") from error
+    except _WrongField as error:
+        raise InputError(f"{path}: {error}") from error
 
 
 def _parse(fields: dict[str, Any]) -> tuple[TraceHeader, dict[str, int] | None, int]:
-    rows = fields.pop("rows", None)
-    width = int(fields.pop("routing_width", fields["n_expert_used"]))
-    for name in _BY_LAYER:
-        if fields.get(name) is not None:
-            fields[name] = {
-                int(k): tuple(v) if isinstance(v, list) else int(v) for k, v in fields[name].items()
-            }
-    fields["knobs"] = dict(fields.get("knobs") or {})
-    if fields.get("weight_rule") is not None:
-        fields["weight_rule"] = WeightRule(**fields["weight_rule"])
-    known = {f.name for f in dataclasses.fields(TraceHeader)}
-    header = TraceHeader(**{k: v for k, v in fields.items() if k in known})
+    types = get_type_hints(TraceHeader)
+    header = TraceHeader(**{name: _read(name, fields[name], types[name]) for name in types if name in fields})
+    rows: dict[str, int] | None = _read("rows", fields.get("rows"), dict[str, int] | None)
+    for table in TABLES:
+        if rows is not None and table not in rows:
+            raise _WrongField(f"field 'rows': has no '{table}'")
+    width = _read("routing_width", fields.get("routing_width", header.n_expert_used), int)
     if not header.entry_bytes:
-        raise ValueError("entry_bytes lists no MoE layer")
-    for layer, size in header.entry_bytes.items():
-        if size <= 0:
-            raise ValueError(f"entry_bytes of layer {layer} is {size}")
-    if not 1 <= header.n_expert_used <= header.n_expert:
-        raise ValueError(f"n_expert_used {header.n_expert_used} of n_expert {header.n_expert}")
+        raise _WrongField("field 'entry_bytes': entry_bytes lists no MoE layer")
+    if header.n_expert_used > header.n_expert:
+        raise _WrongField(
+            f"field 'n_expert_used': n_expert_used {header.n_expert_used} of n_expert {header.n_expert}"
+        )
+    if width > header.n_expert:
+        raise _WrongField(f"field 'routing_width': {width} of n_expert {header.n_expert}")
+    for name in _BY_LAYER:
+        for layer in getattr(header, name) or ():
+            if layer >= header.n_layer:
+                raise _WrongField(f"field '{name}': layer {layer} of n_layer {header.n_layer}")
+    for layer, windows in (header.window_bytes or {}).items():
+        if len(windows) != header.n_expert:
+            raise _WrongField(
+                f"field 'window_bytes': layer {layer} has {len(windows)} of n_expert {header.n_expert}"
+            )
+    if header.expert_bytes > _INT64 >> 2:
+        raise _WrongField(f"field 'entry_bytes': {header.expert_bytes} in all, must be below 2^61")
     return header, rows, width
+
+
+def _read(name: str, value: Any, kind: Any) -> Any:
+    """One value as the type declared for it; `name` is its field and, after a dot, its place in there."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        if value is None:
+            return None
+        return _read(name, value, next(option for option in inner if option is not NoneType))
+    if origin is Literal:
+        if value not in inner or not isinstance(value, str):
+            raise _wrong(name, value, f"one of {', '.join(inner)}")
+        return value
+    if origin in (dict, Mapping):
+        return _read_object(name, value, *inner)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise _wrong(name, value, "a list")
+        return tuple(_read(name, item, inner[0]) for item in value)
+    if dataclasses.is_dataclass(kind):
+        return _read_dataclass(name, value, kind)
+    if kind is str:
+        if not isinstance(value, str):
+            raise _wrong(name, value, "a text")
+        if any("\ud800" <= letter <= "\udfff" for letter in value):
+            raise _wrong(name, value, "a text in UTF-8")
+        return value
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise _wrong(name, value, "true or false")
+        return value
+    return _read_number(name, value, kind)
+
+
+def _read_number(name: str, value: Any, kind: type[int] | type[float]) -> Any:
+    numbers, wanted = (int, "a whole number") if kind is int else ((int, float), "a number")
+    if isinstance(value, bool) or not isinstance(value, numbers):
+        raise _wrong(name, value, wanted)
+    otherwise = (0, _INT64) if kind is int else (-_FLOAT32, _FLOAT32)
+    low, high = _LIMITS.get(name, _LIMITS.get(name.split(".")[0], otherwise))
+    if not low <= value <= high:
+        raise _wrong(name, value, f"from {low:.15g} to {high:.15g}")
+    return value
+
+
+def _read_object(name: str, value: Any, key_kind: Any, item_kind: Any) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise _wrong(name, value, "an object")
+    if key_kind is not int:
+        return {_read(name, key, str): _read(f"{name}.{key}", item, item_kind) for key, item in value.items()}
+    for key in value:
+        if not _LAYER.fullmatch(key):
+            raise _WrongField(f"field '{name}': {_shown(key)} is not a layer number")
+    return {int(key): _read(f"{name}.{key}", item, item_kind) for key, item in value.items()}
+
+
+def _read_dataclass(name: str, value: Any, kind: Any) -> Any:
+    """A field that is a dataclass of its own; unlike in the header, a part nobody knows changes its meaning."""
+    if not isinstance(value, dict):
+        raise _wrong(name, value, "an object")
+    types = get_type_hints(kind)
+    for part in value:
+        if part not in types:
+            raise _WrongField(f"field '{name}.{part}': unknown to this simlab")
+    return kind(**{part: _read(f"{name}.{part}", item, types[part]) for part, item in value.items()})
+
+
+def _wrong(name: str, value: Any, wanted: str) -> _WrongField:
+    field, _, place = name.partition(".")
+    at = f" of {'layer ' if field in _BY_LAYER else ''}{place}" if place else ""
+    if field == "weight_rule":
+        field, at = name, ""
+    return _WrongField(f"field '{field}': {field}{at} is {_shown(value)}, must be {wanted}")
+
+
+def _shown(value: Any) -> str:
+    """A JSON value, cut to what fits into a message."""
+    try:
+        text = json.dumps(value)
+    except (ValueError, RecursionError):
+        text = "a value too large to show"
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise _WrongField(f"field {_shown(twice)} is there twice")
+    return fields
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
