@@ -49,9 +49,23 @@ def parse_budget(text: str) -> Budget:
 
 
 def effective_k(route: Route, header: TraceHeader) -> int:
-    """Experts per token in force: the k' of a `width` step, else the model's own."""
+    """Experts per token in force: the k' of a `width` step, else the model's own.
+
+    Raises:
+        InputError: the step asks for more experts than a layer has, or for none.
+    """
     step = route.step("width")
-    return int(step.knobs["k"]) if step else header.n_expert_used
+    if step is None:
+        return header.n_expert_used
+    from simlab.routing import width
+
+    k = width(step, header.n_expert_used)
+    if not 1 <= k <= header.n_expert:
+        raise InputError(
+            f"{step.option or step.policy.name}: must lie between 1 and this model's {header.n_expert} experts; "
+            f"it asks for {k} experts per token"
+        )
+    return k
 
 
 def resolve_budget(budget: Budget, scope: Scope, header: TraceHeader, k: int) -> ResolvedBudget:
@@ -74,7 +88,12 @@ def resolve_budget(budget: Budget, scope: Scope, header: TraceHeader, k: int) ->
 
 def parse_route(text: str) -> Route:
     """A SPEC such as `substitute:L=.15+drop_cold:F=.75,renorm=0`, or a policy file, as a route."""
-    steps = [_parse_step(part.strip(), text) for part in text.split("+")]
+    parts = [part.strip() for part in text.split("+")]
+    for place, part in enumerate(parts, 1):
+        if not part.partition(":")[0].strip():
+            where = f"part {place} of {len(parts)} " if len(parts) > 1 else ""
+            raise InputError(f"--route '{text}': {where}names no policy; write name:knob=v, composed with +")
+    steps = [_parse_step(part, text) for part in parts]
     steps.sort(key=lambda s: _STAGE_ORDER.index(s.policy.stage))
     stages = [s.policy.stage for s in steps]
     for stage in _STAGE_ORDER:
@@ -84,7 +103,7 @@ def parse_route(text: str) -> Route:
 
 
 def make_step(policy: RoutingPolicy, given: dict[str, float], option: str) -> Step:
-    """A step with defaults filled in and every knob checked against its range."""
+    """A step with defaults filled in and every knob checked against its range; `option` is what asked for it."""
     for name in given:
         if name not in policy.knobs:
             known = ", ".join(policy.knobs) or "none"
@@ -99,7 +118,7 @@ def make_step(policy: RoutingPolicy, given: dict[str, float], option: str) -> St
         if knob.integer and value != int(value):
             raise InputError(f"{option}: {policy.name}:{name} must be a whole number")
         knobs[name] = int(value) if knob.integer else float(value)
-    return Step(policy, knobs)
+    return Step(policy, knobs, option)
 
 
 def _parse_step(part: str, whole: str) -> Step:
@@ -112,7 +131,7 @@ def _parse_step(part: str, whole: str) -> Step:
         if knob.strip() in given:
             raise InputError(f"--route {whole}: '{knob.strip()}' is given twice")
         given[knob.strip()] = parse_number(value, f"--route {whole}")
-    return make_step(find_routing(name), given, f"--route {whole}")
+    return make_step(find_routing(name.strip()), given, f"--route {whole}")
 
 
 def parse_number(text: str, option: str) -> float:
@@ -152,7 +171,7 @@ def build_cells(
         steps = list(base.steps)
         for step in filter(None, extra):
             same = next((s for s in steps if s.policy.stage == step.policy.stage), None)
-            if same is not None and same.policy.name == "original":
+            if same is not None and same.policy.is_builtin("original"):
                 steps.remove(same)
             elif same is not None:
                 raise InputError(
@@ -170,7 +189,10 @@ def build_cells(
 
 
 def _identity(cell: Cell) -> tuple:
-    return (cell.route.name, tuple(cell.route.knobs.items()), cell.budget, cell.evict, cell.scope)
+    """Equal for cells that are the same setting: of the same code, whatever it is called."""
+    steps = tuple((s.policy.stage, s.policy.function, tuple(s.knobs.items())) for s in cell.route.steps)
+    evict = find_eviction(cell.evict)
+    return (steps, evict.key, evict.touch, tuple(cell.evict_knobs.items()), cell.budget, cell.scope)
 
 
 def _short(name: str, knob: str, value: str, option: str) -> Step:
@@ -182,5 +204,5 @@ def check_cache(route: Route, budget: Budget) -> None:
     if budget.kind != "off":
         return
     for step in route.steps:
-        if step.policy.stage in ("rerank", "drop") and step.policy.name != "original":
+        if step.policy.stage in ("rerank", "drop") and not step.policy.is_builtin("original"):
             raise InputError(f"--budget off: {step.policy.name} needs a cache, or nothing is resident")

@@ -4,6 +4,10 @@ A policy is one pure function over arrays with its knobs as data; the decorators
 declare its knobs and inputs. The same function runs with NumPy in the live engine and with `jax.numpy` in
 the replayer, so it must not branch on values, loop over candidates or reduce over them: whatever needs the
 whole row comes in as a field of `Row`.
+
+A user's mistake is one line that names the file: declarations are checked by the decorators, what the
+function does by a dry run on tiny arrays before its first use (`check_policy`), and what only shows later by
+whoever calls it (`policy_error`).
 """
 
 from __future__ import annotations
@@ -12,29 +16,41 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import math
 import pkgutil
+import sys
+import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from simlab.errors import InputError
 from simlab.types import (
+    Access,
     Array,
+    Candidates,
+    Choice,
     EvictionPolicy,
     KeyFunction,
     Knob,
     RoutingFunction,
     RoutingPolicy,
+    Row,
     Stage,
     TouchFunction,
 )
 
+Policy = RoutingPolicy | EvictionPolicy
 
-def _source_hash(function: Callable[..., Any]) -> str:
-    module = inspect.getmodule(function)
-    text = inspect.getsource(module if module is not None else function)
-    return hashlib.sha256(text.encode()).hexdigest()
+_NEEDS = frozenset({"scores", "rank", "weights"})
+_ROUTING_ARGUMENTS = ("xp", "candidates", "row", "state", "knobs")
+_KEY_ARGUMENTS = ("xp", "state", "last_position", "batch", "knobs")
+_TOUCH_ARGUMENTS = ("xp", "state", "access", "knobs")
+_LARGEST_WHOLE = 2**31 - 1
+
+# -- declaring -----------------------------------------------------------------------------------------------
 
 
 def routing(
@@ -53,18 +69,34 @@ def routing(
         needs: what it reads of a trace: "scores", "rank", "weights".
         state: names and first values of per-layer float32 state it carries from row to row.
         source: paper section or spec line.
+
+    Raises:
+        InputError: a declaration that cannot be used.
     """
+    if callable(stage):
+        raise InputError(f'policy {_name_of(stage)}: write @routing("rerank"), with the stage it decides')
 
     def declare(function: RoutingFunction) -> RoutingPolicy:
+        where = _check_function(function, _ROUTING_ARGUMENTS)
+        if stage not in get_args(Stage):
+            raise InputError(f"{where}: stage {stage!r} must be one of {', '.join(get_args(Stage))}")
+        if isinstance(needs, str) or not frozenset(needs) <= _NEEDS:
+            given = needs if isinstance(needs, str) else ", ".join(sorted(map(str, needs)))
+            raise InputError(f"{where}: needs '{given}' must be a set of {', '.join(sorted(_NEEDS))}")
+        if stage == "width" and (needs or state):
+            raise InputError(
+                f"{where}: a width policy gives one k for the whole run; it can have no needs and no state"
+            )
         return RoutingPolicy(
-            name=function.__name__,
+            name=_label(function),
             stage=stage,
             function=function,
-            knobs=dict(knobs or {}),
+            knobs=_check_knobs(where, knobs),
             needs=frozenset(needs),
-            state=dict(state or {}),
+            state=_check_state(where, state),
             source=source,
             source_hash=_source_hash(function),
+            origin=_origin(function),
         )
 
     return declare
@@ -77,20 +109,103 @@ def eviction(
     knobs: Mapping[str, Knob] | None = None,
     source: str = "",
 ) -> Callable[[KeyFunction], EvictionPolicy]:
-    """Declare an eviction policy from its key function; `touch` updates its per-entry `state`."""
+    """Declare an eviction policy from its key function; `touch` updates its per-entry `state`.
+
+    Raises:
+        InputError: a declaration that cannot be used.
+    """
 
     def declare(key: KeyFunction) -> EvictionPolicy:
+        where = _check_function(key, _KEY_ARGUMENTS)
+        if touch is not None:
+            _check_arguments(f"{where}: touch", touch, _TOUCH_ARGUMENTS)
         return EvictionPolicy(
-            name=key.__name__,
+            name=_label(key),
             key=key,
             touch=touch,
-            state=dict(state or {}),
-            knobs=dict(knobs or {}),
+            state=_check_state(where, state),
+            knobs=_check_knobs(where, knobs),
             source=source,
             source_hash=_source_hash(key),
+            origin=_origin(key),
         )
 
     return declare
+
+
+def _name_of(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _origin(function: Callable[..., Any]) -> str:
+    module = function.__module__ or ""
+    if module.startswith("simlab.policies."):
+        return ""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return Path(file).name if file else "notebook"
+
+
+def _label(function: Callable[..., Any]) -> str:
+    origin = _origin(function)
+    return f"{_name_of(function)}@{origin}" if origin else _name_of(function)
+
+
+def _source_hash(function: Callable[..., Any]) -> str:
+    module = inspect.getmodule(function)
+    try:
+        text = inspect.getsource(module if module is not None else function)
+    except (OSError, TypeError):  # a module without a file, such as a notebook's
+        try:
+            text = inspect.getsource(function)
+        except OSError:
+            text = ""
+    return hashlib.sha256(text.encode()).hexdigest() if text else ""
+
+
+def _check_function(function: Any, arguments: tuple[str, ...]) -> str:
+    where = f"policy {_name_of(function)}"
+    if not inspect.isfunction(function):
+        raise InputError(f"{where}: a policy is one function ({', '.join(arguments)})")
+    _check_arguments(where, function, arguments)
+    return where
+
+
+def _check_arguments(where: str, function: Any, arguments: tuple[str, ...]) -> None:
+    try:
+        inspect.signature(function).bind(*arguments)
+    except (TypeError, ValueError):
+        raise InputError(f"{where} must be a function that takes ({', '.join(arguments)})") from None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _check_knobs(where: str, knobs: Mapping[str, Knob] | None) -> dict[str, Knob]:
+    if not isinstance(knobs, Mapping | None):
+        raise InputError(f"{where}: knobs must be a mapping from names to Knob(default, low, high)")
+    for name, knob in (knobs or {}).items():
+        if not isinstance(name, str) or not name.isidentifier():
+            raise InputError(f"{where}: a knob's name must be a Python name, not {name!r}")
+        if not isinstance(knob, Knob):
+            raise InputError(f"{where}: knob {name} must be a Knob(default, low, high), not {knob!r}")
+        if not all(map(_is_number, knob[:3])) or not knob.low <= knob.default <= knob.high:
+            raise InputError(f"{where}: knob {name} must have finite numbers with low <= default <= high")
+        if knob.integer and (knob.default != int(knob.default) or max(map(abs, knob[1:3])) > _LARGEST_WHOLE):
+            raise InputError(f"{where}: knob {name} must have a whole default and int32 limits")
+    return dict(knobs or {})
+
+
+def _check_state(where: str, state: Mapping[str, float] | None) -> dict[str, float]:
+    if not isinstance(state, Mapping | None):
+        raise InputError(f"{where}: state must be a mapping from names to first values")
+    for name, value in (state or {}).items():
+        if not isinstance(name, str) or not isinstance(value, (int, float)):
+            raise InputError(f"{where}: state {name!r} must be a name with a number as its first value")
+    return dict(state or {})
+
+
+# -- arithmetic ----------------------------------------------------------------------------------------------
 
 
 def rounded(xp: Any, product: Array) -> Array:
@@ -113,63 +228,258 @@ def quotient(xp: Any, dividend: Array, divisor: Array) -> Array:
     return (dividend.astype(xp.float64) / divisor.astype(xp.float64)).astype(xp.float32)
 
 
+# -- finding -------------------------------------------------------------------------------------------------
+
+
 @cache
-def builtin_policies() -> Mapping[str, RoutingPolicy | EvictionPolicy]:
+def builtin_policies() -> Mapping[str, Policy]:
     """Every policy in `simlab.policies` by name."""
     package = importlib.import_module("simlab.policies")
-    found: dict[str, RoutingPolicy | EvictionPolicy] = {}
+    found: dict[str, Policy] = {}
     for info in sorted(pkgutil.iter_modules(package.__path__), key=lambda i: i.name):
         for policy in _policies_of(importlib.import_module(f"simlab.policies.{info.name}")):
             found[policy.name] = policy
     return found
 
 
-def _policies_of(module: Any) -> list[RoutingPolicy | EvictionPolicy]:
-    return [v for v in vars(module).values() if isinstance(v, (RoutingPolicy, EvictionPolicy))]
+def _policies_of(module: Any) -> list[Policy]:
+    return [v for v in vars(module).values() if isinstance(v, Policy)]
+
+
+_PATHS: dict[str, str] = {}
+"""Origins given out, by the path they stand for."""
+
+
+def _distinct_origin(path: str) -> str:
+    """A file's name, with as many of its folders as tell it from the files loaded before."""
+    parts = Path(path).parts
+    names = ("/".join(parts[-n:]) for n in range(1, len(parts) + 1))
+    return next((name for name in names if _PATHS.setdefault(name, path) == path), path)
 
 
 @cache
-def _policies_of_file(path: str) -> tuple[RoutingPolicy | EvictionPolicy, ...]:
-    spec = importlib.util.spec_from_file_location(f"simlab_user_policy_{Path(path).stem}", path)
+def _policies_of_file(path: str, content: bytes) -> tuple[Policy, ...]:
+    """The policies of a file, once per content: an edited file is another set of policies."""
+    digest = hashlib.sha256(content).hexdigest()
+    spec = importlib.util.spec_from_file_location(f"simlab_user_policy_{digest[:16]}_{Path(path).stem}", path)
     if spec is None or spec.loader is None:
         raise InputError(f"{path}: not a Python file")
     module = importlib.util.module_from_spec(spec)
     try:
         # inspect.getsource, and so the policy's source hash, wants the module findable by name.
-        importlib.sys.modules[spec.name] = module  # type: ignore[attr-defined]
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise InputError(f"{path}: importing the policy failed: {type(error).__name__}: {error}") from error
-    found = tuple(p for p in _policies_of(module) if p not in builtin_policies().values())
+        sys.modules[spec.name] = module
+        # Compiled here, since Python's own cache takes an edit within a second for the file it knows.
+        exec(compile(content, path, "exec", dont_inherit=True), vars(module))
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise InputError(f"{path}: importing the policy failed: {_one_line(error)}") from error
+    builtin = list(builtin_policies().values())
+    found = [p for p in _policies_of(module) if not any(p is b for b in builtin)]
     if not found:
         raise InputError(
             f"{path}: holds no policy; decorate one function with simlab.policy.routing or .eviction"
         )
-    return found
+    origin = _distinct_origin(path)
+    return tuple(replace(p, name=f"{p.name.partition('@')[0]}@{origin}", origin=origin) for p in found)
 
 
 def find_routing(name: str) -> RoutingPolicy:
-    """The routing policy of that name, or the one in that `.py` file."""
+    """The routing policy of that name, or the one in that `.py` file, checked by a dry run."""
     return _find(name, RoutingPolicy, "routing", "--route")
 
 
 def find_eviction(name: str) -> EvictionPolicy:
-    """The eviction policy of that name, or the one in that `.py` file."""
+    """The eviction policy of that name, or the one in that `.py` file, checked by a dry run."""
     return _find(name, EvictionPolicy, "eviction", "--evict")
 
 
 def _find(name: str, kind: type, word: str, option: str) -> Any:
-    if name.endswith(".py"):
-        if not Path(name).is_file():
+    path = Path(name)
+    if name.endswith(".py") and (path.is_file() or "@" not in name):
+        if not path.is_file():
             raise InputError(f"{option} {name}: no such file")
-        candidates = [p for p in _policies_of_file(str(Path(name).resolve())) if isinstance(p, kind)]
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise InputError(f"{option} {name}: {error.strerror}") from error
+        candidates = [p for p in _policies_of_file(str(path.resolve()), content) if isinstance(p, kind)]
         if len(candidates) != 1:
             raise InputError(
                 f"{option} {name}: wants exactly one {word} policy in the file, found {len(candidates)}"
             )
-        return candidates[0]
-    policy = builtin_policies().get(name)
-    if not isinstance(policy, kind):
-        known = ", ".join(sorted(p.name for p in builtin_policies().values() if isinstance(p, kind)))
-        raise InputError(f"{option} {name}: no such {word} policy; there are {known}")
+        policy = candidates[0]
+    else:
+        policy: Any = builtin_policies().get(name)
+        if not isinstance(policy, kind):
+            known = ", ".join(sorted(n for n, p in builtin_policies().items() if isinstance(p, kind)))
+            hint = f"give the file {name.partition('@')[2]}" if "@" in name else f"there are {known}"
+            raise InputError(f"{option} {name}: no such {word} policy; {hint}")
+    check_policy(policy)
     return policy
+
+
+# -- checking ------------------------------------------------------------------------------------------------
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+
+
+def policy_error(policy: Policy, error: BaseException) -> InputError:
+    """What a policy's function raised as the one line that names it; Ctrl-C is raised again."""
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+    if isinstance(error, InputError):
+        return error
+    functions = [policy.function] if isinstance(policy, RoutingPolicy) else [policy.key, policy.touch]
+    files = {f.__code__.co_filename for f in functions if hasattr(f, "__code__")}
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename in files]
+    where = f"{policy.name}, line {frames[-1].lineno}" if frames else policy.name
+    kinds = {c.__name__ for c in type(error).__mro__}
+    if "TracerBoolConversionError" in kinds or "truth value of an array" in str(error):
+        what = "branches on a value (if, and, or, not, min, max, in); use xp.where, &, |, ~, xp.minimum"
+    elif "TracerArrayConversionError" in kinds:
+        what = "calls NumPy itself; use xp, which is NumPy live and jax.numpy in a replay"
+    elif kinds & {"ConcretizationTypeError", "TracerIntegerConversionError"} or "Python scalar" in str(error):
+        what = "makes a Python number of an array; keep to xp and arrays"
+    else:
+        what = f"raised {_one_line(error)}"
+    return InputError(f"policy {where}: {what}")
+
+
+_CHECKED: set[tuple[Any, ...]] = set()
+
+
+def check_policy(policy: Policy) -> None:
+    """Run a policy once with NumPy on four candidates and check what it returns; once per process.
+
+    Raises:
+        InputError: it raised, or returned something else than its contract says.
+    """
+    if isinstance(policy, RoutingPolicy):
+        key = (policy.function, policy.stage, tuple(policy.state))
+    else:
+        key = (policy.key, policy.touch, tuple(policy.state))
+    if key in _CHECKED:
+        return
+    import numpy as np
+
+    try:
+        with np.errstate(all="ignore"):
+            if isinstance(policy, EvictionPolicy):
+                _try_eviction(policy)
+            else:
+                _try_routing(policy, ())
+                if policy.stage != "width":
+                    _try_routing(policy, (2,))
+    except BaseException as error:
+        raise policy_error(policy, error) from error
+    _CHECKED.add(key)
+
+
+def _try_routing(policy: RoutingPolicy, lanes: tuple[int, ...]) -> None:
+    """One row where `lanes` is empty, as in a live decode; several rows at once otherwise."""
+    import numpy as np
+
+    from simlab.routing import knob_values
+
+    shape = (4, *lanes)
+
+    def column(need: str | None, values: Any, dtype: Any) -> Any:
+        values = values if need is None or need in policy.needs else [0] * 4
+        return np.resize(np.repeat(np.array(values, dtype), shape[1] if lanes else 1), shape)
+
+    def of_row(value: float, dtype: Any) -> Any:
+        return np.full(lanes, value, dtype)[()]
+
+    candidates = Candidates(
+        value=column("scores", [0.5, 0.25, -1, -3], np.float32),
+        expert=column(None, range(4), np.int32),
+        rank=column("rank" if policy.stage == "rerank" else None, range(4), np.int32),
+        resident=column(None, [0, 1, 0, 1], bool),
+        weight=column("weights", [0.5, 0.25, 0.125, 0.125], np.float32),
+    )
+    row = Row(
+        of_row(2, np.int32),
+        of_row(0, np.int32),
+        of_row(0.5, np.float32),
+        of_row(3.5, np.float32),
+        of_row(2, np.int32),
+    )
+    state = {name: of_row(value, np.float32) for name, value in policy.state.items()}
+    returned = policy.function(np, candidates, row, state, knob_values(policy.knobs, {}))
+    if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[0], Choice):
+        raise _bad(policy, f"must return (Choice(...), state), not {_described(returned)}")
+    choice, new_state = returned
+    if policy.stage == "width":
+        _check_value(policy, "Choice(k=...)", choice.k, "iu", "a whole number", lanes)
+    elif policy.stage == "rerank":
+        _check_value(policy, "Choice(value=...)", choice.value, "fiub", "numbers", shape)
+        _check_value(policy, "Choice(tier=...)", choice.tier, "iub", "whole numbers", shape)
+        _check_value(policy, "Choice(active=...)", choice.active, "b", "bool, one per row", lanes)
+    else:
+        _check_value(policy, "Choice(drop=...)", choice.drop, "b", "bool", shape)
+    if policy.state:
+        _check_new_state(policy, "the state it returns", new_state, lanes)
+
+
+def _try_eviction(policy: EvictionPolicy) -> None:
+    import numpy as np
+
+    from simlab.routing import knob_values
+
+    position, batch, knobs = np.array([3, 1, 7, 5]), np.int64(4), knob_values(policy.knobs, {})
+    state = {
+        name: np.full(4, first, np.int64 if isinstance(first, int) else np.float64)
+        for name, first in policy.state.items()
+    }
+    key = policy.key(np, dict(state), position, batch, knobs)
+    _check_value(policy, "the key it returns", key, "iuf", "int64 or float64", (4,))
+    if policy.touch is not None:
+        first = np.array([True, True, False, True])
+        weight, expert = np.full(4, 0.25, np.float32), np.arange(4, dtype=np.int32)
+        access = Access(position, first, first & (expert > 0), weight, batch, np.int32(0), expert)
+        _check_new_state(policy, "what touch returns", policy.touch(np, state, access, knobs), (4,))
+
+
+def _check_new_state(policy: Policy, what: str, new: Any, shape: tuple[int, ...]) -> None:
+    if not isinstance(new, Mapping) or set(new) != set(policy.state):
+        names = ", ".join(policy.state) or "nothing"
+        raise _bad(policy, f"{what} must be a dict of what it declared ({names}), not {_described(new)}")
+    for name, value in new.items():
+        _check_value(policy, f"{what}: '{name}'", value, "fiub", "numbers", shape)
+
+
+def _check_value(
+    policy: Policy, what: str, value: Any, kinds: str, words: str, shape: tuple[int, ...]
+) -> None:
+    """Refuse what is not a number or NumPy array of these dtype kinds that broadcasts to `shape`."""
+    import numpy as np
+
+    if value is None or not isinstance(value, (np.ndarray, np.generic, int, float)):
+        raise _bad(policy, f"{what} must be {words}, not {_described(value)}")
+    array = np.asarray(value)
+    if array.dtype.kind not in kinds:
+        raise _bad(policy, f"{what} must be {words}, not {array.dtype}")
+    try:
+        fits = np.broadcast_shapes(array.shape, shape) == shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise _bad(policy, f"{what} has shape {array.shape} where its inputs have {shape}")
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"a dict of {', '.join(map(str, value)) or 'nothing'}"
+    if isinstance(value, Choice):
+        return "a Choice alone"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _bad(policy: Policy, text: str) -> InputError:
+    return InputError(f"policy {policy.name}: {text}")

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from simlab.types import Array, Candidates, Knob, Row, Step
+from simlab.policy import policy_error
+from simlab.types import Access, Array, Candidates, Choice, EvictionPolicy, Knob, Row, Step
 
 _EXPERT_BITS = 16
 _NO_SLOT = -1
@@ -52,6 +53,81 @@ def knob_values(knobs: Mapping[str, Knob], values: Mapping[str, float]) -> Simpl
     )
 
 
+def width(step: Step, k: int) -> int:
+    """The k' of a width step where the model's own is `k`; it sees nothing else, as it holds for the whole run."""
+    zeros = np.zeros(1, np.float32)
+    one = Candidates(zeros, zeros.astype(np.int32), zeros.astype(np.int32), zeros > 0, zeros)
+    row = Row(np.int32(k), np.int32(0), np.float32(0), np.float32(0), np.int32(0))
+    policy = step.policy
+    try:
+        choice, _ = policy.function(np, one, row, {}, knob_values(policy.knobs, step.knobs))
+        return int(choice.k)
+    except BaseException as error:
+        raise policy_error(policy, error) from error
+
+
+def decide(
+    xp: Any, step: Step, candidates: Candidates, row: Row, state: dict[str, Array], knobs: SimpleNamespace
+) -> tuple[Choice, dict[str, Array]]:
+    """What a rerank or drop policy makes of rows: values as float32 of the candidates' shape, float32 state.
+
+    Raises:
+        InputError: the policy failed, in one line that names it.
+    """
+    policy, shape = step.policy, candidates.value.shape
+    try:
+        choice, new_state = policy.function(xp, candidates, row, state, knobs)
+        if policy.stage == "rerank":
+            value = xp.asarray(choice.value, dtype=xp.float32)
+            value = value if value.shape == shape else xp.broadcast_to(value, shape)
+            choice = choice._replace(value=value)
+        else:
+            choice = choice._replace(drop=xp.broadcast_to(xp.asarray(choice.drop, dtype=bool), shape))
+        if policy.state:
+            new_state = {name: xp.asarray(new_state[name], dtype=xp.float32) for name in policy.state}
+    except BaseException as error:
+        raise policy_error(policy, error) from error
+    return choice, new_state if policy.state else state
+
+
+def eviction_key(
+    xp: Any,
+    policy: EvictionPolicy,
+    state: dict[str, Array],
+    last_position: Array,
+    batch: Array,
+    knobs: SimpleNamespace,
+) -> Array:
+    """A policy's key for every entry, a constant one repeated, NaN lowest.
+
+    Raises:
+        InputError: the policy failed, in one line that names it.
+    """
+    try:
+        key = xp.asarray(policy.key(xp, state, last_position, batch, knobs))
+        key = xp.broadcast_to(key, last_position.shape)
+    except BaseException as error:
+        raise policy_error(policy, error) from error
+    return xp.where(xp.isnan(key), -xp.inf, key) if xp.issubdtype(key.dtype, xp.floating) else key
+
+
+def touch_state(
+    xp: Any, policy: EvictionPolicy, state: dict[str, Array], access: Access, knobs: SimpleNamespace
+) -> dict[str, Array]:
+    """The state a policy's `touch` leaves behind.
+
+    Raises:
+        InputError: the policy failed, in one line that names it.
+    """
+    assert policy.touch is not None
+    shape = access.expert.shape
+    try:
+        new = policy.touch(xp, dict(state), access, knobs)
+        return {name: xp.broadcast_to(xp.asarray(new[name]), shape) for name in state}
+    except BaseException as error:
+        raise policy_error(policy, error) from error
+
+
 def _sortable(xp: Any, value: Array) -> Array:
     """int64 with the order of float32 `value`: NaN and -inf lowest, both zeros equal."""
     value = xp.where(value != value, xp.float32("-inf"), value)
@@ -71,9 +147,8 @@ def take_top(xp: Any, value: Array, tier: Array, expert: Array, n: int) -> Array
     """The `n` candidates of largest (tier, value), descending, ties to the lower expert: int32 `[n, ...]`."""
     if isinstance(value, np.ndarray):
         ranked = np.where(value != value, np.float32("-inf"), value)
-        keys = (
-            (expert, -ranked) if isinstance(tier, int) else (expert, -ranked, -tier + np.zeros_like(expert))
-        )
+        # A tier may be bool, which has no negative.
+        keys = (expert, -ranked) if isinstance(tier, int) else (expert, -ranked, np.zeros_like(expert) - tier)
         order = np.lexsort(keys, axis=0)[:n]
         return np.take_along_axis(expert, order, axis=0)
     key = selection_key(xp, value, tier, expert)
@@ -110,7 +185,7 @@ def rerank(
     """
     exists = router != _NO_SLOT
     n_slots = exists.sum(axis=0).astype(xp.int32)
-    choice, new_state = step.policy.function(xp, candidates, row, state, knobs)
+    choice, new_state = decide(xp, step, candidates, row, state, knobs)
     n = min(router.shape[0], candidates.value.shape[0])
     picked = take_top(xp, choice.value, choice.tier, candidates.expert, n)
     if n < router.shape[0]:
@@ -124,7 +199,7 @@ def rerank(
     is_new = exists & ~members(xp, picked, router)
     substituted = xp.where(active, is_new.sum(axis=0), 0).astype(xp.int32)
     experts = xp.where(substituted > 0, picked, router)
-    state = {name: xp.where(armed, new_state[name], state[name]) for name in state} if state else state
+    state = {name: xp.where(armed, new_state[name], state[name]) for name in state}
     return Rerouted(experts, xp.where(active, n_slots, 0).astype(xp.int32), substituted, state)
 
 
@@ -147,11 +222,11 @@ def drop(
     slot = xp.arange(weight.shape[0]).reshape((-1,) + (1,) * (weight.ndim - 1))
     if step is None or knobs is None:
         return Dropped(xp.zeros_like(exists), slots.expert, top_slot, state)
-    choice, new_state = step.policy.function(xp, slots, row, state, knobs)
+    choice, new_state = decide(xp, step, slots, row, state, knobs)
     dropped = choice.drop & exists & armed & (slot != top_slot)
     top_expert = xp.take_along_axis(slots.expert, top_slot[None], axis=0)[0]
     walk = xp.where(dropped, top_expert, slots.expert)
-    state = {name: xp.where(armed, new_state[name], state[name]) for name in state} if state else state
+    state = {name: xp.where(armed, new_state[name], state[name]) for name in state}
     return Dropped(dropped, walk, top_slot, state)
 
 

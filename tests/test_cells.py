@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from fractions import Fraction
 from pathlib import Path
 
@@ -134,7 +135,11 @@ def test_a_route_in_stage_order_with_defaults() -> None:
     [
         ("nothing", "no such routing policy"),
         ("lru", "no such routing policy"),
-        ("", "no such routing policy"),
+        ("", "'': names no policy"),
+        ("substitute:L=.1+", "part 2 of 2 names no policy"),
+        ("+substitute", "part 1 of 2 names no policy"),
+        (":L=.1", "':L=.1': names no policy"),
+        ("mine@my.py", "no such routing policy; give the file my.py"),
         ("substitute:L=2", "between 0 and 1"),
         ("substitute:L=nan", "between 0 and 1"),
         ("substitute:M=1", "has no knob 'M'; it has L"),
@@ -168,13 +173,18 @@ def test_a_policy_file(tmp_path: Path) -> None:
     path = tmp_path / "my_policy.py"
     path.write_text(POLICY)
     route = parse_route(f"{path}:a=.25+drop_cold")
-    assert route.name == "mine+drop_cold"
+    assert route.name == "mine@my_policy.py+drop_cold"
     assert route.knobs["a"] == 0.25
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("x = 1", "holds no policy"), ("import nothing_there", "ModuleNotFoundError"), ("def", "SyntaxError")],
+    [
+        ("import sys; sys.exit()", "SystemExit"),
+        ("x = 1", "holds no policy"),
+        ("import nothing_there", "ModuleNotFoundError"),
+        ("def", "SyntaxError"),
+    ],
 )
 def test_policy_files_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / f"policy_{abs(hash(text))}.py"
@@ -185,6 +195,74 @@ def test_policy_files_refused(tmp_path: Path, text: str, message: str) -> None:
 
 # ---------------------------------------------------------------------------------------------------------
 # Cells
+
+
+def test_the_same_code_is_one_cell_and_the_same_name_is_not(tmp_path: Path) -> None:
+    """Policies called the same are told apart, in cells and in names; builtins among them."""
+    routes = [f"{tmp_path / place}" for place in ("a.py", "b.py", "c/a.py", "c/../a.py")]
+    (tmp_path / "c").mkdir()
+    for route in routes[:3]:
+        Path(route).write_text(POLICY)
+    shutil.copy(Path(__file__).parent.parent / "policies" / "substitute.py", tmp_path / "substitute.py")
+    cells = build_cells(
+        budgets=["1MiB"], routes=[*routes, f"{tmp_path}/substitute.py:L=.1", "substitute:L=.1"]
+    )
+    assert len(cells) == 5
+    names = [c.route.name for c in cells]
+    assert len(set(names)) == 5
+    assert names[3:] == ["substitute@substitute.py", "substitute"]
+    assert [c.margin for c in cells] == [None] * 4 + [0.1]
+
+
+def test_an_edited_file_is_another_policy(tmp_path: Path) -> None:
+    path = tmp_path / "edited.py"
+    path.write_text(POLICY)
+    first = parse_route(str(path)).steps[0].policy
+    path.write_text(POLICY.replace("0.5", "0.25"))
+    second = parse_route(str(path)).steps[0].policy
+    assert (first.knobs["a"].default, second.knobs["a"].default) == (0.5, 0.25)
+    assert first.source_hash != second.source_hash
+    path.write_text(POLICY)
+    assert parse_route(str(path)).steps[0].policy is first
+
+
+@pytest.mark.parametrize("name", ["original", "substitute"])
+def test_a_users_policy_called_like_a_builtin_is_not_one(tmp_path: Path, name: str) -> None:
+    path = tmp_path / f"{name}_too.py"
+    path.write_text(POLICY.replace("mine", name))
+    assert build_cells(budgets=["1MiB"], routes=[str(path)])[0].margin is None
+    with pytest.raises(InputError, match=f"{name}_too.py: substitute decides the rerank too"):
+        build_cells(budgets=["1MiB"], routes=[str(path)], margins=[".1"])
+    with pytest.raises(InputError, match=f"--budget off: {name}@{name}_too.py needs a cache"):
+        build_cells(budgets=["off"], routes=[str(path)])
+
+
+def test_the_k_of_a_width_policy_is_what_its_function_says(tmp_path: Path) -> None:
+    path = tmp_path / "half.py"
+    path.write_text(
+        """
+from simlab.policy import routing
+from simlab.types import Choice, Knob
+
+@routing("width", knobs={"less": Knob(2, 0, 99, integer=True)})
+def half(xp, candidates, row, state, knobs):
+    return Choice(k=row.k - knobs.less), state
+"""
+    )
+    assert effective_k(parse_route(str(path)), HEADER) == 2
+    assert effective_k(parse_route(f"{path}:less=1"), HEADER) == 3
+    with pytest.raises(InputError, match=r"--route .*half.py:less=4: must lie between 1 and .* 16 experts"):
+        effective_k(parse_route(f"{path}:less=4"), HEADER)
+
+
+@pytest.mark.parametrize(
+    ("options", "start"),
+    [({"routes": ["top_k:k=17"]}, "--route top_k:k=17: "), ({"top_ks": ["17"]}, "--top-k 17: ")],
+)
+def test_a_k_too_large_names_what_asked_for_it(options: dict[str, list[str]], start: str) -> None:
+    with pytest.raises(InputError, match="must lie between 1 and this model's 16 experts") as caught:
+        effective_k(build_cells(budgets=["1MiB"], **options)[0].route, HEADER)  # pyright: ignore
+    assert str(caught.value).startswith(start)
 
 
 def test_lists_multiply_budgets_outermost() -> None:

@@ -43,6 +43,7 @@ def policy_facts(policy: RoutingPolicy | EvictionPolicy) -> dict[str, Any]:
     return {
         "name": policy.name,
         "kind": "routing" if routing else "eviction",
+        "origin": policy.origin,
         "stage": policy.stage if isinstance(policy, RoutingPolicy) else None,
         "knobs": {
             name: {"default": k.default, "low": k.low, "high": k.high, "integer": k.integer, "help": k.help}
@@ -63,11 +64,12 @@ def _policies(args: argparse.Namespace) -> None:
         print_json(facts)
         return
     for f in facts:
-        print(f"{f['name']} ({f['stage'] or f['kind']}): {f['what']}")
+        print(f"{f['name']} ({f['kind']}{', ' + f['stage'] if f['stage'] else ''}): {f['what']}")
         for name, k in f["knobs"].items():
-            print(f"    {name} = {k['default']:g}, {k['low']:g} to {k['high']:g}: {k['help']}")
-        if f["needs"]:
-            print(f"    needs {' and '.join(f['needs'])}")
+            whole = "whole number, " if k["integer"] else ""
+            print(f"    knob {name} = {k['default']:g}, {whole}{k['low']:g} to {k['high']:g}: {k['help']}")
+        if f["kind"] == "routing":
+            print(f"    needs: {' and '.join(f['needs']) or 'nothing'}")
         print(f"    source: {f['source']}")
 
 

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from simlab.policy import check_policy, policy_error
+from simlab.routing import eviction_key, touch_state
 from simlab.types import Access, EvictionPolicy, ResolvedBudget
 
 
@@ -47,6 +49,7 @@ class LiveCache:
         knobs: SimpleNamespace,
         ordered: bool = True,
     ) -> None:
+        check_policy(policy)
         self.n_expert = n_expert
         self._entry_bytes = [int(size) for size in entry_bytes]
         self._policy, self._knobs = policy, knobs
@@ -63,6 +66,10 @@ class LiveCache:
         self._recency: OrderedDict[int, None] | None = None
         if ordered and policy.touch is None and _keeps_recency_order(policy, knobs):
             self._recency = OrderedDict()
+        self._speculative = np.zeros(n, dtype=bool)
+        self._coldest = -1
+        self.speculative_hits = 0
+        """Speculative entries that were looked up while in RAM."""
         self._used = [0] * len(entry_bytes)
         self._position = 0
         self._batch = 0
@@ -81,6 +88,25 @@ class LiveCache:
     def residency(self, layer: int) -> np.ndarray:
         """bool `[n_expert]` of one layer index, a view: what a batch decides on until it runs."""
         return self._by_layer[layer]
+
+    def speculative(self, layer: int) -> np.ndarray:
+        """bool `[n_expert]` of one layer index, a view: resident by speculation and not looked up since."""
+        start = layer * self.n_expert
+        return self._speculative[start : start + self.n_expert]
+
+    def insert_speculative(self, layer: int, experts: list[int]) -> None:
+        """Make entries resident at the least recent end, before the layer's batch is judged."""
+        for expert in experts:
+            entry = layer * self.n_expert + expert
+            if self.resident[entry]:
+                continue
+            self.resident[entry] = self._speculative[entry] = True
+            self._used[layer] += self._entry_bytes[layer]
+            self._coldest -= 1
+            self._last[entry] = self._coldest
+            if self._recency is not None:
+                self._recency[entry] = None
+                self._recency.move_to_end(entry, last=False)
 
     def run_batch(
         self, layer: int, walk: np.ndarray, dropped: np.ndarray | None, weights: np.ndarray
@@ -110,6 +136,9 @@ class LiveCache:
                     first_seen.add(expert)
                     if not resident[entry]:
                         misses.append(expert)
+                    elif self._speculative[entry]:
+                        self._speculative[entry] = False
+                        self.speculative_hits += 1
                 if recency is None:
                     last[entry] = self._position + row * k + slot
                 else:
@@ -149,11 +178,8 @@ class LiveCache:
             layer=np.int32(layer),
             expert=experts.astype(np.int32),
         )
-        assert self._policy.touch is not None
-        new = self._policy.touch(
-            np, {name: a[entries] for name, a in self._state.items()}, access, self._knobs
-        )
-        for name, values in new.items():
+        before = {name: a[entries] for name, a in self._state.items()}
+        for name, values in touch_state(np, self._policy, before, access, self._knobs).items():
             self._state[name][entries] = values
 
     def _evict(self, layer: int, touched: set[int]) -> list[tuple[int, int]]:
@@ -174,7 +200,7 @@ class LiveCache:
         found = []
         for entry in leaving:
             at, expert = divmod(entry, self.n_expert)
-            self.resident[entry] = False
+            self.resident[entry] = self._speculative[entry] = False
             self._used[at] -= self._entry_bytes[at]
             found.append((at, expert))
         return found
@@ -203,7 +229,8 @@ class LiveCache:
             may_leave &= self._layer_of == layer
         entries = np.flatnonzero(may_leave)
         state = {name: a[entries] for name, a in self._state.items()}
-        key = self._policy.key(np, state, self._last[entries], np.int64(self._batch), self._knobs)
+        batch = np.int64(self._batch)
+        key = eviction_key(np, self._policy, state, self._last[entries], batch, self._knobs)
         order = entries[np.lexsort((entries, self._last[entries], key))]
         freed = np.cumsum(self._sizes[order])
         return order[: int(np.searchsorted(freed, over)) + 1].tolist()
@@ -212,4 +239,7 @@ class LiveCache:
 def _keeps_recency_order(policy: EvictionPolicy, knobs: SimpleNamespace) -> bool:
     """Whether a policy's key is the last position itself."""
     positions = np.arange(2, dtype=np.int64)
-    return not policy.state and policy.key(np, {}, positions, np.int64(0), knobs) is positions
+    try:
+        return not policy.state and policy.key(np, {}, positions, np.int64(0), knobs) is positions
+    except BaseException as error:
+        raise policy_error(policy, error) from error

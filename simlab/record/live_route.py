@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from simlab.errors import RunError
-from simlab.routing import drop, drop_armed, knob_values, rerank, take_top
+from simlab.policy import check_policy
+from simlab.routing import decide, drop, drop_armed, knob_values, rerank, take_top
 from simlab.scores import applied_weights, gate_numerators, ranking_values, router_ranking, row_statistics
 from simlab.types import Array, Candidates, Route, Row, ScoreSpace, Step, WeightRule
 
@@ -49,6 +50,8 @@ class LiveRoute:
         space: ScoreSpace,
         weight_rule: WeightRule | None,
     ) -> None:
+        for step in route.steps:
+            check_policy(step.policy)
         self._rerank, self._drop = route.step("rerank"), route.step("drop")
         self._knobs = {s.policy.stage: knob_values(s.policy.knobs, s.knobs) for s in route.steps}
         self._states: dict[str, list[dict[str, Array]]] = {
@@ -115,7 +118,7 @@ class LiveRoute:
         state: dict,
     ) -> LiveRerouted:
         """`simlab.routing.rerank` on one row whose slots all exist, which is every decode step, for less."""
-        choice, new_state = step.policy.function(np, candidates, row, state, knobs)
+        choice, new_state = decide(np, step, candidates, row, state, knobs)
         self._states["rerank"][int(row.layer)] = new_state
         if not choice.active:
             return LiveRerouted(router, 0, 0)

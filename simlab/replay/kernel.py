@@ -24,9 +24,19 @@ from jax import lax
 
 from simlab.policy import rounded
 from simlab.replay.columns import WeightSource
-from simlab.routing import drop, drop_armed, members, rerank
+from simlab.routing import drop, drop_armed, eviction_key, members, rerank, touch_state
 from simlab.scores import applied_weights
-from simlab.types import Access, Array, Candidates, EvictionPolicy, Row, Stage, Step, WeightRule
+from simlab.types import (
+    Access,
+    Array,
+    Candidates,
+    EvictionPolicy,
+    RoutingPolicy,
+    Row,
+    Stage,
+    Step,
+    WeightRule,
+)
 
 # Byte counts pass 2^31 at 2 GiB, where int32 would wrap without a word.
 jax.config.update("jax_enable_x64", True)
@@ -64,18 +74,23 @@ class ProgramShape:
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for shapes that compile to the same program."""
-        code = tuple((s.policy.name, s.policy.function, tuple(s.policy.state.items())) for s in self.steps)
-        evict = (
-            self.eviction.name,
-            self.eviction.key,
-            self.eviction.touch,
-            tuple(self.eviction.state.items()),
-        )
         sizes = (self.n_layers, self.n_expert, self.n_slots, self.n_expert_used)
-        return (code, evict, sizes, self.scores, self.weights, self.weight_rule, self.detail)
+        code = code_key(self.steps, self.eviction)
+        return (code, sizes, self.scores, self.weights, self.weight_rule, self.detail)
 
     def step(self, stage: Stage) -> Step | None:
         return next((s for s in self.steps if s.policy.stage == stage), None)
+
+
+def code_key(steps: tuple[Step, ...], eviction: EvictionPolicy) -> tuple[Any, ...]:
+    """Equal where the policies' code is the same: the functions themselves, whatever they are called."""
+
+    def declared(p: RoutingPolicy | EvictionPolicy) -> tuple[Any, ...]:
+        # repr, because 0 and 0.0 are equal and start arrays of different dtypes.
+        return tuple((n, k.integer) for n, k in p.knobs.items()), repr(sorted(p.state.items()))
+
+    routing = tuple((s.policy.stage, s.policy.function, s.policy.needs, declared(s.policy)) for s in steps)
+    return (routing, eviction.key, eviction.touch, declared(eviction))
 
 
 _PROGRAMS: dict[tuple[Any, ...], Any] = {}
@@ -171,7 +186,7 @@ def _step(shape: ProgramShape, lanes: Tree, carry: Tree, row: Tree) -> tuple[Tre
             expert=jnp.broadcast_to(jnp.arange(shape.n_expert, dtype=jnp.int32)[:, None], last.shape),
         )
         before = {name: _at(v, layer) for name, v in eviction_state.items()}
-        after = shape.eviction.touch(jnp, before, access, SimpleNamespace(**lanes["eviction_knobs"]))
+        after = touch_state(jnp, shape.eviction, before, access, SimpleNamespace(**lanes["eviction_knobs"]))
         eviction_state = {
             name: _put(v, jnp.where(last >= 0, after[name], before[name]).astype(v.dtype), layer)
             for name, v in eviction_state.items()
@@ -240,9 +255,10 @@ def _step(shape: ProgramShape, lanes: Tree, carry: Tree, row: Tree) -> tuple[Tre
 
 
 def _route(shape: ProgramShape, lanes: Tree, row: Tree, resident: Array, state: Tree) -> tuple[_Routed, Tree]:
-    """Run the policies on one row: width, then rerank, then drop; residency `[E, W]` is the batch's.
+    """Run the policies on one row: rerank, then drop; residency `[E, W]` is the batch's.
 
-    Rerank and drop act in decode graphs. A width acts in every graph, as llama.cpp's `expert_used_count` does.
+    They act in decode graphs. A width, which is the lanes' `k`, acts in every graph, as llama.cpp's
+    `expert_used_count` does.
     """
     n_lanes = resident.shape[1]
 
@@ -267,14 +283,6 @@ def _route(shape: ProgramShape, lanes: Tree, row: Tree, resident: Array, state: 
     )
     armed = along(row["decode"])
 
-    width = shape.step("width")
-    if width is not None:
-        seen = _declared(width, candidates)
-        choice, new = width.policy.function(jnp, seen, facts, state["width"], _knobs(lanes, "width"))
-        facts = facts._replace(
-            k=jnp.broadcast_to(jnp.clip(choice.k, 0, shape.n_slots), facts.k.shape).astype(jnp.int32)
-        )
-        state["width"] = {name: jnp.where(row["valid"], new[name], v) for name, v in state["width"].items()}
     router = row["router"][: shape.n_slots, None]
     router = jnp.where((jnp.arange(shape.n_slots)[:, None] < facts.k) & (router >= 0), router, -1)
 
@@ -338,13 +346,15 @@ def _entry_weights(shape: ProgramShape, lanes: Tree, routed: _Routed, at: Array)
     """float32 `[E, W]`: weight applied in this row to each expert, after dropping and renormalising."""
     exists = routed.experts >= 0
     kept = jnp.where(exists & ~routed.dropped, routed.weights, jnp.float32(0))
-    knobs = lanes["knobs"].get("drop", {})
-    if "renorm" in knobs:
+    if shape.step("drop") is not None:
+        # A drop policy without the knob renormalises, as it does live.
+        renorm = lanes["knobs"]["drop"].get("renorm", jnp.int32(1))
         total, left = jnp.zeros_like(kept[0]), jnp.zeros_like(kept[0])
         for slot in range(shape.n_slots):
             total = total + jnp.where(exists[slot], routed.weights[slot], jnp.float32(0))
             left = left + kept[slot]
-        scale = jnp.where((knobs["renorm"] > 0) & routed.dropped.any(axis=0), total / left, jnp.float32(1))
+        scaled = (renorm > 0) & routed.dropped.any(axis=0) & (left > 0)
+        scale = jnp.where(scaled, total / left, jnp.float32(1))
         kept = rounded(jnp, kept * scale)
     weight = jnp.zeros(at.shape[1:], jnp.float32)
     for slot in range(shape.n_slots):
@@ -410,11 +420,9 @@ def _evict(
     evictable = resident & (stamp < batch_position)
     evictable &= ~lanes["per_layer"] | (layers == layer)[:, None, None]
     knobs = SimpleNamespace(**lanes["eviction_knobs"])
-    key = jnp.broadcast_to(shape.eviction.key(jnp, dict(state), stamp, batch, knobs), stamp.shape)
+    key = eviction_key(jnp, shape.eviction, dict(state), stamp, batch, knobs)
     floating = jnp.issubdtype(key.dtype, jnp.floating)
     low, high = (-jnp.inf, jnp.inf) if floating else (jnp.iinfo(key.dtype).min, jnp.iinfo(key.dtype).max)
-    if floating:
-        key = jnp.where(jnp.isnan(key), low, key)
 
     def lowest(allowed: Array, keys: Array, stamps: Array, axis: int) -> tuple[Array, Array]:
         least = jnp.where(allowed, keys, high).min(axis=axis, keepdims=True)

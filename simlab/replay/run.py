@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from simlab.cells import MIB, check_cache, effective_k, resolve_budget
 from simlab.errors import InputError
-from simlab.policy import find_eviction
+from simlab.policy import check_policy, find_eviction
 from simlab.replay.columns import ColumnNeeds, TraceColumns, WeightSource
-from simlab.replay.kernel import COUNTERS, NO_ROW, SUMS, ProgramShape, Tree, first_carry, program
+from simlab.replay.kernel import COUNTERS, NO_ROW, SUMS, ProgramShape, Tree, code_key, first_carry, program
 from simlab.trace.store import Trace, open_trace
 from simlab.types import Cell, CellNumbers, EvictionPolicy, Knob, PhaseNumbers, Route
 
@@ -87,10 +87,12 @@ class Replayer:
         self.has_scores = self._carries_scores and None not in (header.score_space, header.gating)
         for cell in self.cells:
             check_cache(cell.route, cell.budget)
+            for step in cell.route.steps:
+                check_policy(step.policy)
         by_code: dict[tuple[Any, ...], list[int]] = {}
         for index, cell in enumerate(self.cells):
-            functions = tuple(s.policy.function for s in cell.route.steps)
-            by_code.setdefault((functions, find_eviction(cell.evict).key), []).append(index)
+            code = code_key(cell.route.steps, find_eviction(cell.evict))
+            by_code.setdefault(code, []).append(index)
         self.groups = [self._group(indices, detail) for indices in by_code.values()]
         self._needs = ColumnNeeds(
             n_slots=max((g.n_list for g in self.groups), default=1),
@@ -252,7 +254,7 @@ class Replayer:
         shares = rule is None or rule.normalise or rule.softmax_over_selected
         if self.has_scores:
             problem = "the weight rule, which header.json lacks"
-        elif rerank is not None and rerank.policy.name != "original":
+        elif rerank is not None and not rerank.policy.is_builtin("original"):
             problem = f"the weights of the experts {rerank.policy.name} picks"
         elif least_k < self.trace.width and shares:
             problem = f"the weights of a narrower routing than the recorded {self.trace.width} experts"
@@ -305,7 +307,7 @@ def _lanes(trace: Trace, cells: Sequence[Cell], widths: Sequence[int], eviction:
         "k": np.array(widths, np.int32),
         "knobs": {
             step.policy.stage: {
-                name: _knob(knob, [c.route.steps[place].knobs[name] for c in cells])
+                name: _knob(knob, [c.route.steps[place].knobs.get(name, knob.default) for c in cells])
                 for name, knob in step.policy.knobs.items()
             }
             for place, step in enumerate(cells[0].route.steps)
