@@ -128,10 +128,9 @@ def run_gates(
 
 def _run_plain(engine: Engine, n_threads: int | None) -> list[_Text]:
     """A text to force and two prompts to continue, as plain llama.cpp does: fully resident, without a callback."""
-    path = engine.gguf.path
     if engine.window < N_TOKENS:
-        raise RunError(f"{path}: a context of {engine.window} tokens; the gates need {N_TOKENS}")
-    plain = Llama(path, n_ctx=engine.n_ctx, n_ubatch=engine.n_ubatch, n_threads=n_threads)
+        raise RunError(f"{engine.gguf.path}: a context of {engine.window} tokens; the gates need {N_TOKENS}")
+    plain = Llama(engine.gguf.path, n_ctx=engine.n_ctx, n_ubatch=engine.n_ubatch, n_threads=n_threads)
 
     def evaluate(plan: PlannedGraph, tokens: Sequence[int]) -> np.ndarray | None:
         return plain.decode(tokens, plan.first_position, plan.wants_output)
@@ -184,7 +183,9 @@ class _Session:
         engine.start(build_cells(budgets=[budget], routes=[route], top_ks=top_ks)[0])
         self._engine = engine
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
-        self._listener: Any = SimpleNamespace(on_batch=self._examine, end_graph=lambda *_, **__: None)
+        self._listener: Any = SimpleNamespace(
+            on_batch=self._examine, on_reads=lambda *_: None, end_graph=lambda *_, **__: None
+        )
 
     def _evaluate(self, plan: PlannedGraph, tokens: Sequence[int]) -> np.ndarray | None:
         result = self._engine.run_graph(plan, tokens, None, self._listener)
@@ -192,7 +193,7 @@ class _Session:
         self.counts["misses"] = self.counts["lookups"] - self.counts["hits"]
         return result.logits
 
-    def _examine(self, event: RoutingEvent, _reads: object) -> None:
+    def _examine(self, event: RoutingEvent, *_: object) -> None:
         """Count rows whose ids are not the best scored, and the slots F = 1 drops in the words of section 2."""
         scores, weights = event.scores, event.weights
         picked = np.sort(np.take_along_axis(scores, event.router_experts, axis=1), axis=1)
@@ -270,9 +271,8 @@ class _Bench:
         if "differing" in none:
             session.compare(session.decode(self._forced), self._original[1])
             return session.judge(gate, none, some)
-        logits = session.decode(self._first)
         c = session.counts
-        c["not finite"] = int(np.count_nonzero(~np.isfinite(logits)))
+        c["not finite"] = int(np.count_nonzero(~np.isfinite(session.decode(self._first))))
         c["spared"] = c["droppable"] - c["dropped"]
         if gate == "G8b" and not c["droppable"] and not c["dropped"]:
             reason = "not applicable: no cold slot weighs less than 1/k"
