@@ -284,6 +284,8 @@ class TraceHeader:
     """Cache size it was recorded at; 0 with the cache off, null when unknown."""
     budget: str | None = None
     """The same as `--budget` takes it, kind and all: `12/layer` is another cache than its bytes."""
+    prefetch: str | None = None
+    """Look-ahead it was recorded with; its entries are in the reads table, at the batch they were resident from."""
     route: str | None = None
     knobs: Mapping[str, float] = field(default_factory=dict)
     evict: str | None = None

@@ -91,6 +91,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--lanes", type=whole_number(1, 8), default=4, metavar="N", help="reader lanes, 1 to 8 (default 4)"
     )
     group.add_argument("--buffered", action="store_true", help="read through the page cache, not O_DIRECT")
+    group.add_argument(
+        "--overlap", action="store_true", help="read down projections while gate and up are computed"
+    )
+    group.add_argument(
+        "--prefetch", metavar="NAME:K=..", help="read ahead: previous_token:K=1 or next_gate:K=8"
+    )
     group.add_argument("--threads", type=whole_number(1), metavar="N", help="compute threads")
     group.add_argument("--ctx", type=whole_number(2), metavar="N", help="context length in tokens")
     group.add_argument(
@@ -105,6 +111,8 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         "buffered": args.buffered,
         "n_threads": args.threads,
         "n_ctx": args.ctx,
+        "overlap": args.overlap,
+        "prefetch": args.prefetch,
     }
     if args.ubatch is not None:
         options["n_ubatch"] = args.ubatch

@@ -43,16 +43,25 @@ class Routing:
     experts: Mapping[int, Mapping[str, int]]
     """Pointers of the expert tensors, by layer and suffix."""
 
+    down_nodes: Mapping[str, int]
+    """Name of the node each layer's down projection reads: gate and up are done there."""
+    router_inputs: Mapping[str, int]
+    """Nodes whose second source is the router's input, by name; empty if they have no such node."""
+    gates: Mapping[int, int]
+    """Pointers of the router weights, by layer."""
+
     @cached_property
     def gate_nodes(self) -> Mapping[str, int]:
         """Nodes whose source holds the gate probabilities, where those are a tensor of their own."""
         layers = self.top_k_nodes.values() if self.separate_gate else ()
         return {f"ffn_moe_weights-{layer}": layer for layer in layers}
 
-    @cached_property
-    def nodes(self) -> frozenset[str]:
-        """Every node the hook stops at."""
-        return frozenset([*self.top_k_nodes, *self.gate_nodes, *self.weight_nodes])
+    def nodes(self, overlap: bool, inputs: bool) -> frozenset[str]:
+        """Every node the hook stops at: with `overlap` before the down projections, with `inputs` at the gates."""
+        names = [*self.top_k_nodes, *self.gate_nodes, *self.weight_nodes]
+        names += [*self.down_nodes] if overlap else []
+        names += [*self.router_inputs] if inputs else []
+        return frozenset(names)
 
 
 @dataclass
@@ -73,6 +82,9 @@ class Discovery:
         self._model = model_name
         self._layers: dict[int, _Layer] = {}
         self._experts: dict[int, dict[str, int]] = {}
+        self._down_nodes: dict[str, int] = {}
+        self._router_inputs: dict[str, int] = {}
+        self._gates: dict[int, int] = {}
         self.error: BaseException | None = None
 
     def __call__(self, pointer: int, ask: bool, _user: object = None) -> bool:
@@ -89,12 +101,18 @@ class Discovery:
             match = _EXPERT_TENSOR.match(Tensor.from_address(tensor.src[0]).name.decode())
             if match:
                 self._experts.setdefault(int(match[1]), {})[match[2]] = tensor.src[0]
+                if "down" in match[2]:
+                    name = Tensor.from_address(tensor.src[1]).name.decode(errors="replace")
+                    self._down_nodes[name] = int(match[1])
             return
         match = _NODE.match(tensor.name.decode(errors="replace"))
         if not match:
             return
         name, layer = match[1], self._layers.setdefault(int(match[2]), _Layer())
-        if name == "ffn_moe_topk":
+        if name == "ffn_moe_logits" and tensor.op == op["MUL_MAT"]:
+            self._router_inputs[f"{name}-{match[2]}"] = int(match[2])
+            self._gates[int(match[2])] = tensor.src[0]
+        elif name == "ffn_moe_topk":
             layer.top_k = True
             layer.scores = score_tensor(pointer)
             layer.gating, layer.space = self._gating(layer.scores)
@@ -168,6 +186,9 @@ class Discovery:
             {f"ffn_moe_topk-{i}": i for i in layers},
             {f"{layer.chain[-1]}-{i}": i for i, layer in layers.items()},
             self._experts,
+            self._down_nodes,
+            self._router_inputs,
+            {i: pointer for i, pointer in self._gates.items() if i in layers},
         )
 
     def _rule(self, index: int, layer: _Layer) -> tuple[Gating, ScoreSpace, bool, WeightRule]:

@@ -6,6 +6,7 @@ import hashlib
 import os
 import resource
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -15,17 +16,18 @@ from typing import Any
 import numpy as np
 
 from simlab.cells import effective_k, resolve_budget
-from simlab.errors import InputError, RunError
+from simlab.errors import InputError, RunError, SimlabWarning
 from simlab.policy import find_eviction
 from simlab.record.cache import LiveCache
 from simlab.record.discovery import Discovery
 from simlab.record.experts import ExpertMemory
 from simlab.record.ggml import check_layout, engine_version
 from simlab.record.gguf import GgufModel, read_gguf
-from simlab.record.hook import GraphTally, Hook, node_callback
+from simlab.record.hook import NODE_PREFIX, GraphTally, Hook, node_callback
 from simlab.record.interrupts import DeferredInterrupt
 from simlab.record.live_route import LiveRoute
 from simlab.record.llama import Llama
+from simlab.record.lookahead import LookAhead, parse_prefetch
 from simlab.record.plan import PlannedGraph, chunks, text_graphs
 from simlab.record.reads import ReadLanes
 from simlab.record.recorder import GraphPlace, Recorder
@@ -61,6 +63,8 @@ class Engine:
         top_k: experts per token instead of the model's own (llama.cpp's expert_used_count override).
         lanes: reader threads, 1 to 8. `buffered` reads through the page cache instead of O_DIRECT.
         n_threads, n_ctx, n_ubatch: llama.cpp's; the context defaults to what the model was trained for.
+        overlap: read down projections while gate and up are computed.
+        prefetch: look-ahead, `previous_token:K=1` or `next_gate:K=8`; read by a background lane of its own.
 
     Raises:
         InputError: not a model this engine can stream. RunError: llama.cpp failed, or its layout is unknown.
@@ -76,9 +80,12 @@ class Engine:
         n_threads: int | None = None,
         n_ctx: int | None = None,
         n_ubatch: int = 512,
+        overlap: bool = False,
+        prefetch: str | None = None,
     ) -> None:
         if lanes not in _LANES:
             raise InputError(f"--lanes {lanes}: must lie between 1 and 8")
+        self.prefetch = parse_prefetch(prefetch) if prefetch is not None else None
         check_layout()
         self.gguf = read_gguf(Path(model) if model is not None else EMBEDDED_MODEL)
         if top_k is not None:
@@ -87,6 +94,7 @@ class Engine:
         self._graph = 0
         self.hook: Hook | None = None
         self._lanes: ReadLanes | None = None
+        self._ahead_lanes: ReadLanes | None = None
         discovery = Discovery(self.gguf.path.name)
         self._llama = Llama(
             self.gguf.path,
@@ -101,9 +109,17 @@ class Engine:
             # The throw-away graph: expert tensors and the weight chain show themselves, on llama.cpp's own mapping.
             self._llama.decode([0], 0)
             self.routing = discovery.result()
-            self._llama.open_context(node_callback(self.routing, self))
+            late = overlap and self._check_overlap()
+            inputs = self.prefetch is not None and self.prefetch.kind == "next_gate"
+            if inputs and not self.routing.gates:
+                raise InputError(f"--prefetch: {self.gguf.path.name} has no router node to look ahead from")
+            self._llama.open_context(node_callback(self.routing.nodes(late, inputs), self))
             self._experts = ExpertMemory(self.gguf, self.routing.experts)
-            self._lanes = ReadLanes(self.gguf.files, lanes, not buffered)
+            self._lanes = ReadLanes(self.gguf.files, lanes, not buffered, background=late)
+            if self.prefetch is not None:
+                self._ahead_lanes = ReadLanes(
+                    self.gguf.files, 1, self._lanes.direct, background=True, first_lane=lanes
+                )
         except BaseException:
             self.close()
             raise
@@ -173,6 +189,7 @@ class Engine:
                     cell.budget, cell.scope, base, effective_k(cell.route, base)
                 ).total_bytes,
                 "budget": cell.budget.text,
+                "prefetch": self.prefetch.text if self.prefetch is not None else None,
                 "route": cell.route.name,
                 "knobs": cell.route.knobs,
                 "evict": cell.evict,
@@ -186,6 +203,18 @@ class Engine:
                 "created": datetime.now(UTC).isoformat(timespec="seconds"),
             }
         )
+
+    def _check_overlap(self) -> bool:
+        """Whether every layer has a node between gate and up and the down projection that can be stopped at."""
+        stops = {i for name, i in self.routing.down_nodes.items() if name.encode().startswith(NODE_PREFIX)}
+        if stops >= set(self.routing.experts):
+            return True
+        warnings.warn(
+            f"{self.gguf.path.name}: its down projections have no node to wait at; reading serially, without --overlap",
+            SimlabWarning,
+            stacklevel=3,
+        )
+        return False
 
     # -- running --------------------------------------------------------------------------------------------
 
@@ -216,7 +245,19 @@ class Engine:
         route = LiveRoute(
             cell.route, k, header.n_expert, len(header.moe_layers), self.routing.score_space, rule
         )
-        self.hook = Hook(self.routing, header, self._experts, self._lanes, self._cache, route)
+        ahead = None
+        if self.prefetch is not None and self._ahead_lanes is not None:
+            if self._cache.budget.off:
+                raise InputError("--prefetch: needs a cache to read ahead into; --budget off has none")
+            ahead = LookAhead(
+                self.prefetch,
+                header.moe_layers,
+                self._ahead_lanes,
+                self._experts,
+                self._cache,
+                self.routing.gates,
+            )
+        self.hook = Hook(self.routing, header, self._experts, self._lanes, self._cache, route, ahead)
         self._graph = 0
         self._llama.clear()
 
@@ -317,6 +358,7 @@ class Engine:
         recorder: Recorder | None,
     ) -> GraphResult:
         hook.on_batch = recorder.on_batch if recorder is not None else None
+        hook.on_reads = recorder.on_reads if recorder is not None else None
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
         began = time.perf_counter_ns()
         hook.begin_graph(plan.phase)
@@ -331,8 +373,9 @@ class Engine:
         if hook.error is not None:
             # The cache holds entries that were never read: this session is over.
             error, self.hook = hook.error, None
+            hook.abandon()
             raise error
-        hook.release_uncached()
+        hook.end_graph()
         nll = hit = None
         if logits is not None and next_token is not None:
             nll, hit = -log_probability(logits, next_token), int(np.argmax(logits)) == next_token
@@ -382,7 +425,12 @@ class Engine:
 
     def close(self) -> None:
         """Free everything; the engine cannot be used afterwards."""
+        if self.hook is not None:
+            self.hook.abandon()
         self.hook = None
+        if self._ahead_lanes is not None:
+            self._ahead_lanes.close()
+            self._ahead_lanes = None
         if self._lanes is not None:
             self._lanes.close()
             self._lanes = None

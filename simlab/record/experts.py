@@ -128,8 +128,11 @@ class ExpertMemory:
         ctypes.memmove(s.address, data, min(len(data), s.size))
 
     def restore(self) -> None:
-        """Point the tensors back at the model's own mapping."""
+        """Point the tensors back at the model's own mapping and give the memory back."""
         for pointer, data, stride, outer in self._originals:
             tensor = Tensor.from_address(pointer)
             tensor.data, tensor.nb[2], tensor.nb[3] = data, stride, outer
         self._originals = []
+        for region in self._regions:
+            region.close()
+        self._regions = []

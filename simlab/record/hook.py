@@ -2,12 +2,14 @@
 
 llama.cpp asks before each node whether to stop after it. The hook stops at two per MoE layer: the router's
 top-k, where substitution rewrites the ids, and the last node of the weight chain, where dropping edits ids
-and weights and the missing experts are read. The expert matmuls come after both.
+and weights and the missing experts are read. The expert matmuls come after both. With overlapped reads it
+also stops before the down projection, and with `next_gate` at the router's logits.
 Rules: engine-semantics, sections 1 to 3.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
 import time
@@ -22,10 +24,11 @@ from simlab.errors import RunError
 from simlab.record.cache import LiveCache
 from simlab.record.discovery import Routing
 from simlab.record.experts import ExpertMemory
-from simlab.record.ggml import NAME_OFFSET, Tensor, rows_of
+from simlab.record.ggml import F32, NAME_OFFSET, Tensor, rows_of
 from simlab.record.live_route import LiveRoute
 from simlab.record.llama import EvalCallback
-from simlab.record.reads import FinishedRead, ReadLanes
+from simlab.record.lookahead import LookAhead
+from simlab.record.reads import FinishedRead, PendingReads, ReadLanes
 from simlab.record.views import NodeViews
 from simlab.types import DECODE, TraceHeader
 
@@ -84,15 +87,15 @@ class HasHook(Protocol):
     hook: Hook | None
 
 
-def node_callback(routing: Routing, holder: HasHook) -> EvalCallback:
-    """The eval callback of a context: asks for a routing's nodes and hands them to the session's hook.
+def node_callback(nodes: frozenset[str], holder: HasHook) -> EvalCallback:
+    """The eval callback of a context: asks for these nodes and hands them to the session's hook.
 
     llama.cpp calls it for every node of every graph, so the asking path is one look-up.
     """
 
     class Wanted(dict[bytes, bool]):
         def __missing__(self, name: bytes) -> bool:
-            self[name] = name.decode(errors="replace") in routing.nodes
+            self[name] = name.decode(errors="replace") in nodes
             return self[name]
 
     wanted = Wanted()
@@ -128,9 +131,13 @@ class Hook:
         lanes: ReadLanes,
         cache: LiveCache,
         route: LiveRoute,
+        look_ahead: LookAhead | None = None,
     ) -> None:
         self._routing, self._header = routing, header
         self._experts, self._lanes, self._cache, self._route = experts, lanes, cache, route
+        self._look_ahead = look_ahead
+        self._late: PendingReads | None = None
+        self._late_layers = frozenset(routing.down_nodes.values())
         self._index = {layer: i for i, layer in enumerate(header.moe_layers)}
         self._views = NodeViews(routing.top_k_nodes, header.n_expert)
         self._pending: _Pending | None = None
@@ -139,7 +146,8 @@ class Hook:
         self.error: BaseException | None = None
         self.tally = GraphTally()
         self.phase = DECODE
-        self.on_batch: Callable[[RoutingEvent, Sequence[FinishedRead]], None] | None = None
+        self.on_batch: Callable[[RoutingEvent], None] | None = None
+        self.on_reads: Callable[[Sequence[FinishedRead], bool], None] | None = None
 
     def begin_graph(self, phase: int) -> None:
         """Reset the tally; decode graphs arm the policies."""
@@ -155,6 +163,10 @@ class Hook:
                 name = string_at(pointer + NAME_OFFSET).decode()
                 if name in self._routing.top_k_nodes:
                     self._reroute(pointer)
+                elif name in self._routing.down_nodes:
+                    self._finish_reads()
+                elif name in self._routing.router_inputs:
+                    self._see_input(pointer, self._routing.router_inputs[name])
                 else:
                     if name in self._routing.gate_nodes:
                         self._read_gate(pointer)
@@ -171,6 +183,8 @@ class Hook:
         if view is None:
             return
         at = self._index[view.layer]
+        if self._look_ahead is not None:
+            self._settle(self._look_ahead, at)
         scores, router = view.scores.copy(), view.ids.copy()
         experts = router
         if self._route.reranks and self.phase == DECODE:
@@ -200,7 +214,9 @@ class Hook:
         n_rows, k = batch.router.shape
         live = self._views.weights(pointer, layer, k, n_rows)
         weights, resident = live.copy(), self._cache.residency(batch.at)
-        residency = resident[batch.experts]
+        residency = resident[batch.experts].astype(np.int8)
+        if self._look_ahead is not None:
+            residency += self._cache.speculative(batch.at)[batch.experts]
         walk, applied, dropped, n_dropped = batch.experts, weights, None, 0
         if self._route.drops:
             decode = self.phase == DECODE
@@ -214,21 +230,12 @@ class Hook:
         self.release_uncached()
         for at, expert in looked_up.evicted:
             self._experts.release(self._header.moe_layers[at], expert)
-        reads: list[FinishedRead] = []
-        if looked_up.misses:
-            before = time.perf_counter_ns()
-            reads = self._lanes.read([s for e in looked_up.misses for s in self._experts.slices[layer, e]])
-            self.tally.read_wait_ns += time.perf_counter_ns() - before
-        if self._cache.budget.off:
-            self._uncached = [(layer, expert) for expert in looked_up.misses]
         entry_bytes, tally = self._header.entry_bytes[layer], self.tally
         tally.lookups += looked_up.lookups
         tally.hits += looked_up.hits
         tally.dropped += n_dropped
         tally.evictions += len(looked_up.evicted)
         tally.read_bytes += entry_bytes * len(looked_up.misses)
-        for read in reads:
-            tally.window_bytes += read.window_bytes
         if self.on_batch is not None:
             event = RoutingEvent(
                 layer,
@@ -238,11 +245,79 @@ class Hook:
                 batch.experts,
                 weights,
                 residency,
-                dropped if dropped is not None else np.zeros_like(residency),
+                dropped if dropped is not None else np.zeros(residency.shape, dtype=bool),
                 looked_up.charged,
                 entry_bytes,
             )
-            self.on_batch(event, reads)
+            self.on_batch(event)
+        self._read(layer, looked_up.misses)
+        if self._cache.budget.off:
+            self._uncached = [(layer, expert) for expert in looked_up.misses]
+        if self._look_ahead is not None and self.phase == DECODE:
+            self._look_ahead.see_run(batch.at, [e for row in walk.tolist() for e in row])
+
+    def _read(self, layer: int, misses: Sequence[int]) -> None:
+        """Read missing experts; what the down projection needs may come while gate and up are computed."""
+        if not misses:
+            return
+        slices = [s for expert in misses for s in self._experts.slices[layer, expert]]
+        before = time.perf_counter_ns()
+        if self._lanes.background and layer in self._late_layers:
+            first = self._lanes.submit([s for s in slices if s.projection != "down"])
+            self._late = self._lanes.submit([s for s in slices if s.projection == "down"])
+            reads = self._lanes.collect(first)
+        else:
+            reads = self._lanes.read(slices)
+        self.tally.read_wait_ns += time.perf_counter_ns() - before
+        self._keep_reads(reads)
+
+    def _finish_reads(self) -> None:
+        """Before the down projection: wait for what is still under way."""
+        if self._late is None:
+            return
+        late, self._late = self._late, None
+        before = time.perf_counter_ns()
+        reads = self._lanes.collect(late)
+        self.tally.read_wait_ns += time.perf_counter_ns() - before
+        self._keep_reads(reads)
+
+    def _settle(self, look_ahead: LookAhead, at: int) -> None:
+        """Before a layer is routed: wait for what was read ahead for it."""
+        before = time.perf_counter_ns()
+        reads = look_ahead.settle(at)
+        if reads:
+            self.tally.read_wait_ns += time.perf_counter_ns() - before
+            self._keep_reads(reads, speculative=True)
+
+    def _see_input(self, pointer: int, layer: int) -> None:
+        """At a router's logits: show the look-ahead what the router saw, while its buffer is surely alive."""
+        if self._look_ahead is None or self.phase != DECODE or layer not in self._index:
+            return
+        source = Tensor.from_address(Tensor.from_address(pointer).src[1])
+        if source.type == F32 and source.ne[1] == 1:
+            self._look_ahead.see_input(self._index[layer], rows_of(source, source.ne[0], 1, 0, np.float32)[0])
+
+    def _keep_reads(self, reads: Sequence[FinishedRead], speculative: bool = False) -> None:
+        for read in reads:
+            self.tally.window_bytes += read.window_bytes
+        if self.on_reads is not None and reads:
+            self.on_reads(reads, speculative)
+
+    def abandon(self) -> None:
+        """After a failure: let nothing go on writing into the expert memory."""
+        late, self._late = self._late, None
+        if late is not None:
+            with contextlib.suppress(RunError):
+                self._lanes.collect(late)
+        if self._look_ahead is not None:
+            self._look_ahead.abandon()
+
+    def end_graph(self) -> None:
+        """Nothing may be under way when a graph's logits are used."""
+        self._finish_reads()
+        if self._look_ahead is not None:
+            self._look_ahead.abandon()
+        self.release_uncached()
 
     def release_uncached(self) -> None:
         """With the cache off, give back what the last batch read: its matmuls are done."""

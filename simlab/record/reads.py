@@ -67,6 +67,7 @@ class ReadLanes:
 
     Reading serially, lane 0 is the calling thread and the others wait for work. With `background`, every
     lane is a thread, so that reads go on while the caller computes; a lane takes shares in the order given.
+    `first_lane` numbers the lanes of a second reader after those of the first.
 
     `direct` is what is in force: O_DIRECT is checked at open against a buffered read, and given up, with a
     warning, where the file system refuses it or returns other bytes.
@@ -79,6 +80,7 @@ class ReadLanes:
         direct: bool = True,
         preadv: Preadv = os.preadv,
         background: bool = False,
+        first_lane: int = 0,
     ) -> None:
         self.n_lanes = lanes
         self.background = background
@@ -91,7 +93,12 @@ class ReadLanes:
             lane: queue.SimpleQueue() for lane in range(0 if background else 1, lanes)
         }
         self._threads = [
-            threading.Thread(target=self._serve, args=(work, lane), name=f"simlab-lane-{lane}", daemon=True)
+            threading.Thread(
+                target=self._serve,
+                args=(work, first_lane + lane),
+                name=f"simlab-lane-{first_lane + lane}",
+                daemon=True,
+            )
             for lane, work in self._work.items()
         ]
         for thread in self._threads:

@@ -34,15 +34,18 @@ class Recorder:
     def __init__(self, writer: TraceWriter) -> None:
         self._writer = writer
         self._events: list[RoutingEvent] = []
-        self._reads: list[FinishedRead] = []
+        self._reads: list[tuple[FinishedRead, bool]] = []
         self._kept: dict[str, list[dict[str, Any]]] = {"routing": [], "reads": [], "tokens": []}
         self._epoch_ns = time.perf_counter_ns()
         self._flushed = time.monotonic()
 
-    def on_batch(self, event: RoutingEvent, reads: Sequence[FinishedRead]) -> None:
-        """Called by the hook after each batch; only keeps references."""
+    def on_batch(self, event: RoutingEvent) -> None:
+        """Called by the hook for each batch; only keeps references."""
         self._events.append(event)
-        self._reads += reads
+
+    def on_reads(self, reads: Sequence[FinishedRead], speculative: bool) -> None:
+        """Called by the hook when reads are done."""
+        self._reads += [(read, speculative) for read in reads]
 
     def end_graph(
         self,
@@ -109,7 +112,7 @@ class Recorder:
             "router_experts": event.router_experts,
             "experts": event.experts,
             "weights": event.weights,
-            "residency": event.residency.astype(np.int8),
+            "residency": event.residency,
             "dropped": event.dropped,
             "read_bytes": read_bytes,
         }
@@ -122,16 +125,16 @@ class Recorder:
         return {
             **{name: np.full(n, value) for name, value in where.items()},
             "step": np.full(n, place.positions[-1]),
-            "layer": np.array([r.slice.layer for r in self._reads]),
-            "expert": np.array([r.slice.expert for r in self._reads]),
-            "projection": [r.slice.projection for r in self._reads],
-            "lane": np.array([r.lane for r in self._reads]),
-            "speculative": np.zeros(n, dtype=bool),
-            "offset": np.array([r.offset for r in self._reads]),
-            "req_bytes": np.array([r.slice.size for r in self._reads]),
-            "window_bytes": np.array([r.window_bytes for r in self._reads]),
-            "start_ns": np.array([r.start_ns - self._epoch_ns for r in self._reads]),
-            "latency_ns": np.array([r.latency_ns for r in self._reads]),
+            "layer": np.array([r.slice.layer for r, _ in self._reads]),
+            "expert": np.array([r.slice.expert for r, _ in self._reads]),
+            "projection": [r.slice.projection for r, _ in self._reads],
+            "lane": np.array([r.lane for r, _ in self._reads]),
+            "speculative": np.array([speculative for _, speculative in self._reads]),
+            "offset": np.array([r.offset for r, _ in self._reads]),
+            "req_bytes": np.array([r.slice.size for r, _ in self._reads]),
+            "window_bytes": np.array([r.window_bytes for r, _ in self._reads]),
+            "start_ns": np.array([r.start_ns - self._epoch_ns for r, _ in self._reads]),
+            "latency_ns": np.array([r.latency_ns for r, _ in self._reads]),
         }
 
     def flush(self) -> None:
