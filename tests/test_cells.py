@@ -170,10 +170,10 @@ def mine(xp, candidates, row, state, knobs):
 
 
 def test_a_policy_file(tmp_path: Path) -> None:
-    path = tmp_path / "my_policy.py"
+    path = tmp_path / "of_a_file.py"
     path.write_text(POLICY)
     route = parse_route(f"{path}:a=.25+drop_cold")
-    assert route.name == "mine@my_policy.py+drop_cold"
+    assert route.name == "mine@of_a_file.py+drop_cold"
     assert route.knobs["a"] == 0.25
 
 

@@ -217,21 +217,24 @@ def test_policies_that_share_a_key_but_not_a_touch_are_apart(tmp_path, monkeypat
     known = simlab.policy.builtin_policies()
     policies = {n: eviction(touch=t, state={"n": 0})(key) for n, t in (("up", up), ("down", down))}
     monkeypatch.setattr(simlab.policy, "builtin_policies", lambda: {**known, **policies})
-    trace = generate(HEADER, seed=4, n_decode=40).write(tmp_path / "t")
+    trace = generate(HEADER, seed=4).write(tmp_path / "t")
     cells = build_cells(budgets=["40%"], evicts=["up", "down"])
     assert len(cells) == 2
-    least, most = sweep(trace, cells)
-    assert least.decode.hits != most.decode.hits
+    least, most = Replayer(trace, cells).groups
+    assert least.shape.key != most.shape.key
 
 
 # -- live ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "key",
-    ["0", "batch", "1.5", "xp.float64('nan')", "xp.where(last_position % 2 == 0, xp.nan, 1.0)"],
+    ("key", "budget"),
+    [
+        ("0", "40%"),
+        ("xp.float64(1.5)", "4/layer"),
+        ("xp.where(last_position % 2 == 0, xp.nan, 1.0)", "40%"),
+    ],
 )
-@pytest.mark.parametrize("budget", ["40%", "4/layer"])
 def test_any_key_evicts_the_same_live_as_in_a_replay(key, budget, tmp_path):
     """A constant key leaves the choice to recency; NaN goes first."""
     path = tmp_path / "key.py"
@@ -284,6 +287,18 @@ def test_a_wrong_policy_opens_no_live_route_and_no_cache():
     budget = resolve_budget(parse_budget(f"{1000 / MIB}MiB"), "global", HEADER, 3)
     with pytest.raises(InputError, match=r"boolean@test_user_policies.py: .* int64 or float64"):
         LiveCache(np.array([7, 7]), 10, budget, boolean, knob_values({}, {}))
+
+
+def test_a_recording_of_a_wrong_policy_writes_nothing(tmp_path, capsys):
+    pytest.importorskip("llama_cpp")
+    path, out = tmp_path / "my_recorded.py", tmp_path / "out.trace"
+    path.write_text(HEAD + rerank_of("return Choice(), state"))
+    words = ["record", "--out", str(out), "--prompt", "x", "-n", "4", "--budget", "25%"]
+    assert main([*words, "--route", str(path)]) == 2
+    out_text, err = capsys.readouterr()
+    assert out_text == ""
+    assert err.startswith("simlab: error: policy mine@my_recorded.py: Choice(value=...) must be numbers")
+    assert not out.exists()
 
 
 def test_declarations_made_in_code_are_checked_too():
