@@ -290,7 +290,7 @@ def answer_table(answers: Sequence[Answers]) -> str:
                 f"{100 * a.interval.low:.1f} to {100 * a.interval.high:.1f}",
                 str(a.outcome.to_wrong),
                 str(a.outcome.to_right),
-                f"{a.outcome.p_value:.3f}",
+                f"{a.outcome.p_value:.2g}",
                 f"{a.identical}/{n}",
                 *cost_words(a.numbers),
             ]

@@ -219,7 +219,7 @@ def completion_table(scores: Sequence[Completions]) -> str:
                 f"{100 * s.interval.low:.1f} to {100 * s.interval.high:.1f}",
                 str(s.outcome.to_wrong),
                 str(s.outcome.to_right),
-                f"{s.outcome.p_value:.3f}",
+                f"{s.outcome.p_value:.2g}",
                 f"{s.identical_outcomes}/{n}",
                 f"{s.byte_identical}/{n}",
                 *cost_words(s.numbers),
