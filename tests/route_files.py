@@ -63,6 +63,30 @@ def route_lines(
     return lines
 
 
+def metrics_lines(*, prompt: int = 3, decode: int = 4) -> list[str]:
+    """The metrics of `route_lines`: settings above, a summary below."""
+    return [
+        "# bmoe_metrics v2",
+        "# engine=0.19.0",
+        "# model=toy.gguf arch=toy n_layer=3 n_expert=8 n_expert_used=2",
+        "# cache_mb=3 o_direct=1 overlap=1 drop_cold_frac=0 drop_renorm=1 drop_prefill=0",
+        "step,steps,wall_ms,io_ms,compute_ms,read_bytes,cache_hit_pct,stall_ms,mgmt_ms,majflt,turn,cache_budget_mib",
+        *(f"{step},{decode},10.5,4.0,6.0,4096,50.0,3.0,0.5,2,0,3.0" for step in range(1, decode + 1)),
+        f"# summary tokens={decode} n_prompt={prompt} cache_budget_MiB=3.0",
+    ]
+
+
+def io_lines(*, prompt: int = 3, decode: int = 4) -> list[str]:
+    """Some reads of `route_lines`."""
+    return [
+        "# io_trace v1",
+        "# model=toy.gguf arch=toy o_direct=1",
+        "turn,phase,step,layer,expert,proj,lane,spec,offset,req_bytes,read_bytes,latency_ns",
+        f"0,0,{prompt - 1},0,3,0,0,0,4096,1000,4096,135652",
+        *(f"0,1,{prompt + i},{i % 3},{i},{i % 3},1,0,8192,1000,4096,118817" for i in range(decode)),
+    ]
+
+
 def write_lines(path: Path, lines: list[str], end: str = "\n") -> Path:
     """Write lines, each with its line end."""
     path.write_bytes("".join(line + end for line in lines).encode())

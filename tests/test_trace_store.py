@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
+from route_files import route_lines
 
 from simlab.cli.main import main
 from simlab.errors import InputError, RunError, SimlabWarning
+from simlab.replay.columns import ColumnNeeds, TraceColumns
 from simlab.trace import store
 from simlab.trace.header import read_header
 from simlab.trace.info import trace_info
@@ -240,6 +242,114 @@ def test_force_replaces_traces_only(tmp_path: Path) -> None:
     assert (other / "chapter.tex").exists()
     prepare_folder(folder, force=True)
     assert not folder.exists()
+
+
+def test_force_never_removes_what_is_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = tmp_path / "thesis.txt"
+    plain.write_text("years of work")
+    with pytest.raises(InputError, match="is not a trace folder"):
+        prepare_folder(plain, force=True)
+    (tmp_path / "r.csv").write_text("".join(line + "\n" for line in route_lines()))
+    assert main(["import", str(tmp_path / "r.csv"), "--out", str(plain), "--force"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert plain.read_text() == "years of work"
+    folder = written(tmp_path / "t.trace")
+    for stranger in (folder / "notes.txt", folder / "tokens/notes.txt"):
+        stranger.write_text("mine")
+        with pytest.raises(InputError, match="not a trace"):
+            prepare_folder(folder, force=True)
+        assert stranger.read_text() == "mine"
+        stranger.unlink()
+    (tmp_path / "link").symlink_to(folder)
+    with pytest.raises(InputError, match="is not a trace folder"):
+        prepare_folder(tmp_path / "link", force=True)
+    # What a kill leaves behind is a trace's own.
+    (folder / "header.json").rename(folder / "header.json.tmp")
+    (folder / "tokens/part-000009.tmp").write_bytes(b"PAR1")
+    assert not prepare_folder(folder, force=True).exists()
+    (tmp_path / "empty").mkdir()
+    assert not prepare_folder(tmp_path / "empty", force=True).exists()
+
+
+@pytest.mark.parametrize("force", [[], ["--force"]])
+@pytest.mark.parametrize("out", ["r.csv/x", "none/x", "y" * 300])
+def test_an_output_that_cannot_be_made(
+    out: str, force: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "r.csv").write_text("".join(line + "\n" for line in route_lines()))
+    assert main(["import", str(tmp_path / "r.csv"), "--out", str(tmp_path / out), *force]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"simlab: error: --out {tmp_path / out}: ")
+    assert shown.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["r.csv"]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_disk_full_from_the_start_leaves_nothing(
+    there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "new/t.trace"
+    if there:
+        folder.mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+
+    def full(path: Path, text: str) -> int:
+        path.write_bytes(b"{")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        with pytest.raises(RunError, match="No space left on device; nothing was written"):
+            TraceWriter(folder, HEADER, WIDTH)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert open_trace(written(folder)).n_rows == 6
+
+
+def test_a_damaged_page_is_refused_where_it_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with TraceWriter(tmp_path / "t.trace", HEADER, WIDTH) as writer:
+        for graph in range(50):
+            add_graph(writer, graph)
+    part = tmp_path / "t.trace/routing/part-000000.parquet"
+    whole = part.read_bytes()
+    only_in_replay = 0
+    place = -1
+    while (place := whole.find(b"\x28\xb5\x2f\xfd", place + 1)) >= 0:  # where a zstd page begins
+        part.write_bytes(whole[: place + 4] + b"\xff" * 8 + whole[place + 12 :])
+        try:
+            trace = open_trace(tmp_path / "t.trace")
+        except InputError as error:
+            assert "t.trace/routing: cannot be read" in str(error)  # noqa: PT017
+            continue
+        try:
+            columns = TraceColumns(trace)
+            columns.chunk(0, 4, 4, ColumnNeeds(2, True, True, frozenset({"scores", "recorded"})))
+        except InputError as error:
+            assert "t.trace/routing: cannot be read" in str(error)  # noqa: PT017
+            only_in_replay += 1
+            if only_in_replay == 1:
+                assert main(["replay", str(trace.path), "--budget", "1cycles"]) == 2
+                assert "t.trace/routing: cannot be read" in capsys.readouterr().err
+    assert only_in_replay >= 2
+
+
+def test_parts_out_of_order(tmp_path: Path) -> None:
+    folder = written(tmp_path / "t.trace")
+    parts = sorted((folder / "routing").iterdir())
+    parts[0].rename(folder / "routing/part-000007.parquet")
+    with pytest.raises(InputError, match=r"t.trace/routing: column 'graph' goes down at row 4"):
+        open_trace(folder)
+
+
+@pytest.mark.parametrize("column", ["turn", "graph", "phase", "step", "layer"])
+def test_a_row_of_no_known_place(column: str, tmp_path: Path) -> None:
+    folder = written(tmp_path / "t.trace")
+    part = folder / "routing/part-000001.parquet"
+    frame = pl.read_parquet(part)
+    frame.with_columns(pl.lit(None, frame.schema[column]).alias(column)).write_parquet(part)
+    with pytest.raises(InputError, match=f"t.trace/routing: column '{column}': 2 rows have none"):
+        open_trace(folder)
 
 
 def test_a_writer_never_mixes_two_traces(tmp_path: Path) -> None:

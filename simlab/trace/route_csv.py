@@ -40,6 +40,7 @@ TAG = "route_trace v1"
 _COLUMNS = ("turn", "phase", "step", "layer", "slot", "expert", "weight", "residency", "expert_bytes")
 _SHAPE = {"n_layer": MAX_LAYER + 1, "n_expert": MAX_EXPERT, "n_expert_used": MAX_EXPERT}
 """Field of the model line and its largest value."""
+_MAX_SUM = 1 << 62
 _MAX_WEIGHT = float(np.finfo(np.float32).max)
 _NO_POSITION = -1
 _MODEL = re.compile(r"model=(.*?)(?:\s+arch=|$)")
@@ -229,7 +230,7 @@ def _read_columns(text: CsvText, preamble: _Preamble) -> tuple[dict[str, NDArray
     entry = np.zeros(preamble.n_layer, np.int64)
     entry[list(preamble.entry_bytes)] = list(preamble.entry_bytes.values())
     entry = entry[where["layer"]]
-    if float(entry.max()) * len(entry) >= 1 << 62:
+    if float(entry.max()) * len(entry) >= _MAX_SUM:
         index = int(np.argmax(entry))
         raise text.refuse(
             index, "layer", f"expert_bytes={entry[index]} is too large to be added up over the rows"

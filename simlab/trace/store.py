@@ -166,14 +166,15 @@ def check_output(path: str | os.PathLike[str], force: bool) -> Path:
     try:
         if not target.parent.is_dir():
             raise InputError(f"--out {target}: {target.parent} is not a folder")
-        if not os.path.lexists(target):
-            return target
+        os.lstat(target)
         if not force:
             raise InputError(f"--out {target}: exists already; add --force to replace it")
         if target.is_symlink() or not target.is_dir():
             raise InputError(f"--out {target}: is not a trace folder; --force does not remove it")
         if not _only_a_trace(target):
             raise InputError(f"--out {target}: a folder that is not a trace; --force does not remove it")
+    except FileNotFoundError:
+        return target
     except OSError as error:  # a name too long, a folder that may not be entered
         raise InputError(f"--out {target}: {error.strerror}") from error
     return target
