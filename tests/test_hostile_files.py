@@ -305,6 +305,18 @@ def test_bytes_that_cannot_be_added_up(tmp_path: Path, monkeypatch: pytest.Monke
     assert "line 7, field 'layer': expert_bytes=1000 is too large to be added up" in refusal
 
 
+def test_one_slot_number_that_would_take_all_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(route_csv, "_MANY_SLOTS", 1 << 10)
+
+    def edit(lines: list[str]) -> list[str]:
+        lines = with_word("n_expert=8 n_expert_used=2", "n_expert=60000 n_expert_used=60000")(lines)
+        return with_fields(3, slot="59998")(lines)
+
+    refusal = refusal_of(tmp_path, "route", edit)
+    assert refusal is not None
+    assert "line 10, field 'slot': 59998" in refusal
+
+
 def test_a_line_is_counted_past_a_byte_order_mark_and_blank_lines(tmp_path: Path) -> None:
     lines = with_fields(3, layer="x")(original("route").decode().splitlines())
     text = "\ufeff" + "\n".join([*lines[:6], "", *lines[6:]]) + "\n"
@@ -376,6 +388,18 @@ def test_wrong_header_fields(case: int, trace_folder: Path) -> None:
     assert f"{trace_folder}/header.json: " in str(caught.value)
     assert message in str(caught.value)
     assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["schema_version", *(f.name for f in dataclasses.fields(TraceHeader) if f.default is f.default_factory)],
+)
+def test_header_fields_that_must_be_there(name: str, trace_folder: Path) -> None:
+    """Found by the search: a comma in the name of 'score_space'."""
+    fields = {key: value for key, value in json.loads(original_header()).items() if key != name}
+    (trace_folder / "header.json").write_text(json.dumps(fields))
+    with pytest.raises(InputError, match=f"header.json: field '{name}' is missing"):
+        open_trace(trace_folder)
 
 
 def test_optional_header_fields_may_be_null_or_absent(trace_folder: Path) -> None:

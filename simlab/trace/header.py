@@ -20,7 +20,11 @@ from simlab.trace.csv_text import EXACT, MAX_ENTRY_BYTES, MAX_EXPERT, MAX_LAYER
 from simlab.trace.schema import SCHEMA_VERSION, TABLES
 from simlab.types import TraceHeader
 
-_REQUIRED = ("schema_version", "model", "arch", "n_layer", "n_expert", "n_expert_used", "entry_bytes")
+_MISSING = dataclasses.MISSING
+_REQUIRED = (
+    "schema_version",
+    *(f.name for f in dataclasses.fields(TraceHeader) if f.default is f.default_factory is _MISSING),
+)
 _LAYER = re.compile(r"0|[1-9][0-9]{0,8}")
 _BY_LAYER = ("entry_bytes", "window_bytes", "dense_bytes")
 _INT64 = (1 << 63) - 1

@@ -41,6 +41,7 @@ _COLUMNS = ("turn", "phase", "step", "layer", "slot", "expert", "weight", "resid
 _SHAPE = {"n_layer": MAX_LAYER + 1, "n_expert": MAX_EXPERT, "n_expert_used": MAX_EXPERT}
 """Field of the model line and its largest value."""
 _MAX_SUM = 1 << 62
+_MANY_SLOTS, _SPARSE = 1 << 24, 64
 _MAX_WEIGHT = float(np.finfo(np.float32).max)
 _NO_POSITION = -1
 _MODEL = re.compile(r"model=(.*?)(?:\s+arch=|$)")
@@ -109,6 +110,10 @@ def read_route(path: Path) -> RouteFile:
     rows["graph"] = graph[first]
     rows["pos_in_graph"] = _positions(rows)
     k = int(slots["slot"].max()) + 1
+    # The tables hold k slots for every row: one absurd slot number would take memory for all of them.
+    if len(first) * k > max(_MANY_SLOTS, _SPARSE * len(graph)):
+        problem = f"{k - 1}, but most of the {len(first)} rows have far fewer slots"
+        raise text.refuse(int(np.argmax(slots["slot"])), "slot", problem)
     _warn_width(text, preamble, k)
     _warn_twice(text, slots["expert"], row_of_slot)
     moe = {layer: size for layer, size in preamble.entry_bytes.items() if size > 0}
