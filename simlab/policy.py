@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 from simlab.errors import InputError
@@ -164,8 +165,9 @@ def _source_hash(function: Callable[..., Any]) -> str:
 
 def _check_function(function: Any, arguments: tuple[str, ...]) -> str:
     where = f"policy {_name_of(function)}"
-    if not inspect.isfunction(function):
-        raise InputError(f"{where}: a policy is one function ({', '.join(arguments)})")
+    special = (inspect.iscoroutinefunction, inspect.isgeneratorfunction)
+    if not inspect.isfunction(function) or any(is_one(function) for is_one in special):
+        raise InputError(f"{where}: a policy is one plain function ({', '.join(arguments)})")
     _check_arguments(where, function, arguments)
     return where
 
@@ -346,6 +348,9 @@ def policy_error(policy: Policy, error: BaseException) -> InputError:
         what = "calls NumPy itself; use xp, which is NumPy live and jax.numpy in a replay"
     elif kinds & {"ConcretizationTypeError", "TracerIntegerConversionError"} or "Python scalar" in str(error):
         what = "makes a Python number of an array; keep to xp and arrays"
+    elif isinstance(error, AttributeError) and isinstance(error.obj, SimpleNamespace):
+        known = ", ".join(policy.knobs) or "none"
+        what = f"asks for knob '{error.name}', which it does not declare; it declares {known}"
     else:
         what = f"raised {_one_line(error)}"
     return InputError(f"policy {where}: {what}")
@@ -391,7 +396,10 @@ def _try_routing(policy: RoutingPolicy, lanes: tuple[int, ...]) -> None:
 
     def column(need: str | None, values: Any, dtype: Any) -> Any:
         values = values if need is None or need in policy.needs else [0] * 4
-        return np.resize(np.repeat(np.array(values, dtype), shape[1] if lanes else 1), shape)
+        array = np.resize(np.repeat(np.array(values, dtype), shape[1] if lanes else 1), shape)
+        # Live, what a policy is given may be the engine's own memory.
+        array.flags.writeable = False
+        return array
 
     def of_row(value: float, dtype: Any) -> Any:
         return np.full(lanes, value, dtype)[()]

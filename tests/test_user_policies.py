@@ -111,6 +111,17 @@ BAD_ROUTES = {
     "exits later": (rerank_of("sys.exit()"), "raised SystemExit"),
     "syntax": ("def mine(:\n", "SyntaxError.*line 5"),
     "no policy": ("x = 1\n", "holds no policy"),
+    "unknown knob": (
+        rerank_of(
+            "return Choice(value=candidates.value * knobs.b), state", '"rerank", knobs={"a": Knob(1, 0, 2)}'
+        ),
+        "line 7: asks for knob 'b', which it does not declare; it declares a",
+    ),
+    "in place": (
+        rerank_of(f"candidates.value[0] = 1\n    {CHOICE}"),
+        "line 7: raised ValueError: assignment destination is read-only",
+    ),
+    "async": (rerank_of(CHOICE).replace("def mine", "async def mine"), "a policy is one plain function"),
     "several lines": (rerank_of("raise ValueError('one\\ntwo')"), "raised ValueError: one two"),
 }
 
@@ -308,7 +319,7 @@ def test_declarations_made_in_code_are_checked_too():
         def wrong(xp, candidates, row, state, knobs):
             return Choice(value=candidates.value), state
 
-    with pytest.raises(InputError, match="a policy is one function"):
+    with pytest.raises(InputError, match="a policy is one plain function"):
         routing("rerank", knobs={"a": Knob(0, 0, 1)})(print)  # pyright: ignore
 
 
