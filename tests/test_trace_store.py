@@ -352,6 +352,14 @@ def test_a_row_of_no_known_place(column: str, tmp_path: Path) -> None:
         open_trace(folder)
 
 
+def test_a_phase_there_is_not(tmp_path: Path) -> None:
+    folder = written(tmp_path / "t.trace")
+    part = folder / "routing/part-000001.parquet"
+    pl.read_parquet(part).with_columns(phase=pl.lit(7, pl.Int8)).write_parquet(part)
+    with pytest.raises(InputError, match="t.trace/routing: column 'phase'"):
+        open_trace(folder)
+
+
 def test_a_writer_never_mixes_two_traces(tmp_path: Path) -> None:
     folder = written(tmp_path / "t.trace")
     with pytest.raises(InputError, match="holds a trace already"):

@@ -21,7 +21,7 @@ import polars as pl
 from simlab.errors import InputError, RunError, SimlabWarning
 from simlab.trace.header import read_header, write_header
 from simlab.trace.schema import TABLES, table_schema
-from simlab.types import TraceHeader
+from simlab.types import DECODE, PREFILL, TraceHeader
 
 _FAILURES = (Exception, pl.exceptions.PanicException)
 """What polars raises on a damaged file; a panic of its parquet reader is no Exception."""
@@ -92,6 +92,7 @@ def _check_routing(folder: Path, header: TraceHeader, routing: pl.LazyFrame) -> 
         "routing",
         routing.select(
             *(pl.col(name).null_count().alias(f"no {name}") for name in known),
+            pl.col("phase").is_between(PREFILL, DECODE).all().alias("phases"),
             falls.any().alias("falls"),
             falls.arg_max().alias("row"),
             pl.col("layer").unique().sort().implode().alias("layers"),
@@ -100,6 +101,8 @@ def _check_routing(folder: Path, header: TraceHeader, routing: pl.LazyFrame) -> 
     for name in known:
         if found[f"no {name}"]:
             raise InputError(f"{folder}/routing: column '{name}': {found[f'no {name}']} rows have none")
+    if not found["phases"]:
+        raise InputError(f"{folder}/routing: column 'phase': neither {PREFILL} nor {DECODE} in some rows")
     if found["falls"]:
         raise InputError(
             f"{folder}/routing: column 'graph' goes down at row {found['row']}; its parts are out of order"
