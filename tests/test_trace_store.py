@@ -356,7 +356,7 @@ def test_a_phase_there_is_not(tmp_path: Path) -> None:
     folder = written(tmp_path / "t.trace")
     part = folder / "routing/part-000001.parquet"
     pl.read_parquet(part).with_columns(phase=pl.lit(7, pl.Int8)).write_parquet(part)
-    with pytest.raises(InputError, match="t.trace/routing: column 'phase'"):
+    with pytest.raises(InputError, match=r"t.trace/routing: column 'phase'"):
         open_trace(folder)
 
 
