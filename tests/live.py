@@ -70,6 +70,9 @@ def blanked(trace: Trace, out: Path) -> Trace:
     with TraceWriter(out, trace.header, trace.width) as writer:
         routing = trace.routing.drop(EXECUTED).collect()
         writer.add("routing", {name: routing[name] for name in routing.columns})
+        # What speculation brought in is an input, as the scores are.
+        early = trace.reads.filter("speculative").collect()
+        writer.add("reads", {name: early[name] for name in early.columns})
         tokens = trace.tokens.drop(COUNTERS).collect()
         writer.add("tokens", {name: tokens[name] for name in tokens.columns})
     copy = open_trace(out)

@@ -17,6 +17,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from simlab.errors import InputError
+from simlab.replay.speculation import speculative_column, speculative_entries
 from simlab.scores import gate_numerators, ranking_values, router_mass, router_ranking, row_statistics
 from simlab.trace.store import Trace
 from simlab.types import DECODE, THROW_AWAY_TURN
@@ -78,6 +79,16 @@ class TraceColumns:
         hidden = header.n_expert_used - shown.shape[1]
         self.router_k = np.where(n_shown == shown.shape[1], n_shown + hidden, n_shown).astype(np.int32)
 
+    @cached_property
+    def speculative(self) -> NDArray[np.int32]:
+        """int32 `[rows, n]`: experts that look-ahead brought in before each batch, at its first row."""
+        return speculative_column(
+            speculative_entries(self.trace),
+            self.where["graph"].to_numpy(),
+            self.model_layer,
+            self.batch_start,
+        )
+
     @property
     def n_rows(self) -> int:
         return self.recorded.shape[0]
@@ -112,6 +123,8 @@ class TraceColumns:
         columns["valid"] = np.ones(stop - start, bool)
         columns["row"] = np.arange(start, stop, dtype=np.int64)
         columns["router"] = self.recorded[cut][:, : needs.n_slots]
+        if self.speculative.shape[1]:
+            columns["speculative"] = self.speculative[cut]
         if needs.scores:
             columns |= self._score_columns(start, stop, needs)
         if "recorded" in needs.weights:
@@ -196,5 +209,6 @@ def _padded(name: str, column: NDArray[Any], size: int) -> NDArray[Any]:
     missing = size - column.shape[0]
     if missing == 0:
         return np.ascontiguousarray(column)
-    filler = np.full((missing, *column.shape[1:]), -1 if name == "router" else 0, column.dtype)
+    nothing = -1 if name in ("router", "speculative") else 0
+    filler = np.full((missing, *column.shape[1:]), nothing, column.dtype)
     return np.concatenate([column, filler])

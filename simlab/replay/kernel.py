@@ -13,7 +13,6 @@ Shapes: `B` MoE layers, `E` experts per layer, `K` slots, `W` lanes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -23,19 +22,17 @@ import numpy as np
 from jax import lax
 
 from simlab.policy import rounded
-from simlab.replay.columns import WeightSource
+from simlab.replay.shape import ProgramShape
+from simlab.replay.speculation import insert
 from simlab.routing import drop, drop_armed, eviction_key, members, rerank, touch_state
 from simlab.scores import applied_weights
 from simlab.types import (
     Access,
     Array,
     Candidates,
-    EvictionPolicy,
-    RoutingPolicy,
     Row,
     Stage,
     Step,
-    WeightRule,
 )
 
 # Byte counts pass 2^31 at 2 GiB, where int32 would wrap without a word.
@@ -50,47 +47,6 @@ NO_ROW = jnp.iinfo(jnp.int64).max
 _LAST = jnp.iinfo(jnp.int64).max
 
 Tree = dict[str, Any]
-
-
-@dataclass(frozen=True, eq=False)
-class ProgramShape:
-    """All that is compiled in: policy code, sizes, which inputs a trace gives. Everything else is data."""
-
-    steps: tuple[Step, ...]
-    """One step per stage; their knobs are ignored."""
-    eviction: EvictionPolicy
-    n_layers: int
-    n_expert: int
-    n_slots: int
-    n_expert_used: int
-    """The router's own k, against which mass, regret and agreement are taken."""
-    scores: bool
-    weights: WeightSource | None
-    """Where weights come from: "scores", "recorded", or None where nothing wants them."""
-    weight_rule: WeightRule | None
-    detail: bool
-    """Whether each row's slots and counters come out as well."""
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Equal for shapes that compile to the same program."""
-        sizes = (self.n_layers, self.n_expert, self.n_slots, self.n_expert_used)
-        code = code_key(self.steps, self.eviction)
-        return (code, sizes, self.scores, self.weights, self.weight_rule, self.detail)
-
-    def step(self, stage: Stage) -> Step | None:
-        return next((s for s in self.steps if s.policy.stage == stage), None)
-
-
-def code_key(steps: tuple[Step, ...], eviction: EvictionPolicy) -> tuple[Any, ...]:
-    """Equal where the policies' code is the same: the functions themselves, whatever they are called."""
-
-    def declared(p: RoutingPolicy | EvictionPolicy) -> tuple[Any, ...]:
-        # repr, because 0 and 0.0 are equal and start arrays of different dtypes.
-        return tuple((n, k.integer) for n, k in p.knobs.items()), repr(sorted(p.state.items()))
-
-    routing = tuple((s.policy.stage, s.policy.function, s.policy.needs, declared(s.policy)) for s in steps)
-    return (routing, eviction.key, eviction.touch, declared(eviction))
 
 
 _PROGRAMS: dict[tuple[Any, ...], Any] = {}
@@ -131,6 +87,15 @@ def first_carry(shape: ProgramShape, n_lanes: int) -> Tree:
         "sums": np.zeros((2, len(SUMS), n_lanes), np.float64),
         # First row in which an existing slot's weight is NaN.
         "nan_row": np.full(n_lanes, NO_ROW, np.int64),
+    } | (_first_speculation(entries) if shape.n_speculative else {})
+
+
+def _first_speculation(entries: tuple[int, int, int]) -> Tree:
+    return {
+        "marks": np.zeros(entries, bool),
+        # A stamp no longer tells whether an entry was ever missed: speculation sets it too.
+        "missed": np.zeros(entries, bool),
+        "coldest": np.full(entries[2], -1, np.int64),
     }
 
 
@@ -157,6 +122,13 @@ def _step(shape: ProgramShape, lanes: Tree, carry: Tree, row: Tree) -> tuple[Tre
     layer = row["layer"]
     stamps = _at(carry["stamp"], layer)
     resident = _at(carry["resident"], layer)
+    entry_bytes = lanes["entry_bytes"][layer]
+    used_before, marks, coldest = _at(carry["used"], layer), None, None
+    if shape.n_speculative:
+        stamps, resident, marks, coldest = insert(
+            row["speculative"], stamps, resident, _at(carry["marks"], layer), carry["coldest"], lanes["off"]
+        )
+        used_before += (carry["coldest"] - coldest) * entry_bytes
     state = {
         stage: {name: _at(v, layer) for name, v in s.items()} for stage, s in carry["routing_state"].items()
     }
@@ -171,8 +143,8 @@ def _step(shape: ProgramShape, lanes: Tree, carry: Tree, row: Tree) -> tuple[Tre
     first = (last >= 0) & unseen
     miss = first & ~resident
     n_misses = miss.sum(axis=0)
-    n_cold = (miss & (stamps < 0)).sum(axis=0)
-    entry_bytes = lanes["entry_bytes"][layer]
+    missed = stamps >= 0 if marks is None else _at(carry["missed"], layer)
+    n_cold = (miss & ~missed).sum(axis=0)
 
     eviction_state = carry["eviction_state"]
     if shape.eviction.touch is not None:
@@ -192,11 +164,11 @@ def _step(shape: ProgramShape, lanes: Tree, carry: Tree, row: Tree) -> tuple[Tre
             for name, v in eviction_state.items()
         }
 
-    stamps = jnp.maximum(stamps, last)
+    stamps = jnp.where(last >= 0, last, stamps)
     stamp = _put(carry["stamp"], stamps, layer)
     arrived = (stamps >= batch_position) & ~resident & row["batch_end"] & ~lanes["off"]
     all_resident = _put(carry["resident"], resident | arrived, layer)
-    used = _put(carry["used"], _at(carry["used"], layer) + arrived.sum(axis=0) * entry_bytes, layer)
+    used = _put(carry["used"], used_before + arrived.sum(axis=0) * entry_bytes, layer)
     all_resident, used, n_evicted = lax.cond(
         row["batch_end"] & _over_budget(lanes, used, layer).any(),
         lambda r, u: _evict(shape, lanes, eviction_state, stamp, r, u, layer, row["batch"], batch_position),
@@ -237,6 +209,13 @@ def _step(shape: ProgramShape, lanes: Tree, carry: Tree, row: Tree) -> tuple[Tre
         "sums": carry["sums"] + jnp.where(in_phase, sums, 0.0),
         "nan_row": carry["nan_row"],
     }
+    if marks is not None:
+        left = _put(carry["marks"], marks & (last < 0), layer)
+        new_carry |= {
+            "marks": left & all_resident,
+            "missed": _put(carry["missed"], missed | miss, layer),
+            "coldest": coldest,
+        }
     if shape.step("drop") is not None:
         is_nan = (exists & jnp.isnan(routed.weights)).any(axis=0)
         new_carry["nan_row"] = jnp.minimum(carry["nan_row"], jnp.where(is_nan, row["row"], NO_ROW))
@@ -246,7 +225,9 @@ def _step(shape: ProgramShape, lanes: Tree, carry: Tree, row: Tree) -> tuple[Tre
         "router_expert": routed.router,
         "expert": routed.experts,
         "weight": routed.weights,
-        "residency": routed.resident,
+        "residency": routed.resident
+        if marks is None
+        else routed.resident + _gather(marks, routed.experts) * 1,
         "dropped": routed.dropped,
         "read_bytes": jnp.where(_reading_slots(shape, routed, unseen), entry_bytes, 0),
         "counters": counters,
@@ -460,7 +441,7 @@ def _evict(
         "used": used,
         "evicted": jnp.zeros_like(batch_position),
         "last_key": jnp.full(batch_position.shape, low, key.dtype),
-        "last_stamp": jnp.full_like(batch_position, -1),
+        "last_stamp": jnp.full_like(batch_position, jnp.iinfo(jnp.int64).min),
     }
     loop = lax.while_loop(lambda x: pending(x)[0].any(), evict_one, loop)
     gone = (key < loop["last_key"]) | ((key == loop["last_key"]) & (stamp <= loop["last_stamp"]))

@@ -20,7 +20,8 @@ from simlab.cells import MIB, check_cache, effective_k, resolve_budget
 from simlab.errors import InputError
 from simlab.policy import check_policy, find_eviction
 from simlab.replay.columns import ColumnNeeds, TraceColumns, WeightSource
-from simlab.replay.kernel import COUNTERS, NO_ROW, SUMS, ProgramShape, Tree, code_key, first_carry, program
+from simlab.replay.kernel import COUNTERS, NO_ROW, SUMS, Tree, first_carry, program
+from simlab.replay.shape import ProgramShape, code_key
 from simlab.trace.store import Trace, open_trace
 from simlab.types import Cell, CellNumbers, EvictionPolicy, Knob, PhaseNumbers, Route
 
@@ -208,6 +209,7 @@ class Replayer:
             weights=self._weight_source(cells[0].route, min(widths), detail or eviction.touch is not None),
             weight_rule=header.weight_rule if self.has_scores else None,
             detail=detail,
+            n_speculative=self.columns.speculative.shape[1],
         )
         return Group(
             shape=shape,
