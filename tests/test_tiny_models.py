@@ -84,8 +84,10 @@ def test_a_layout_streams_bit_for_bit_and_routes_by_token(models: dict[str, Path
     layout, events = LAYOUTS[name], []
 
     class Listener:
-        def on_batch(self, event: RoutingEvent, _reads: object) -> None:
+        def on_batch(self, event: RoutingEvent) -> None:
             events.append(event)
+
+        def on_reads(self, *_: object) -> None: ...
 
         def end_graph(self, *_: object, **__: object) -> None: ...
 

@@ -1,12 +1,16 @@
 """Learning how a model routes from the first, throw-away graph.
 
 llama.cpp's graph is walked node by node in the callback's asking phase, where every tensor's operation,
-sources and name can be read without computing anything apart. A routing the engine cannot read is refused
+sources and name can be read without computing anything apart. All nodes are asked for before the first is
+computed, so the expert tensors are pointed at empty memory on the way: not even this graph reads the
+experts through llama.cpp's mapping of the file. A routing the engine cannot read is refused
 by name here, never run wrong.
 """
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import re
 import struct
 from collections.abc import Mapping
@@ -14,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from simlab.errors import RunError
-from simlab.record.ggml import F32, Tensor, op_codes
+from simlab.record.ggml import F32, MAP_NORESERVE, Tensor, op_codes
 from simlab.types import Gating, ScoreSpace, WeightRule
 
 _EXPERT_TENSOR = re.compile(r"^blk\.(\d+)\.(ffn_\w*_exps)\.weight$")
@@ -82,6 +86,7 @@ class Discovery:
         self._model = model_name
         self._layers: dict[int, _Layer] = {}
         self._experts: dict[int, dict[str, int]] = {}
+        self._emptied: dict[int, tuple[int, mmap.mmap]] = {}
         self._down_nodes: dict[str, int] = {}
         self._router_inputs: dict[str, int] = {}
         self._gates: dict[int, int] = {}
@@ -101,6 +106,7 @@ class Discovery:
             match = _EXPERT_TENSOR.match(Tensor.from_address(tensor.src[0]).name.decode())
             if match:
                 self._experts.setdefault(int(match[1]), {})[match[2]] = tensor.src[0]
+                self._empty(tensor.src[0])
                 if "down" in match[2]:
                     name = Tensor.from_address(tensor.src[1]).name.decode(errors="replace")
                     self._down_nodes[name] = int(match[1])
@@ -123,6 +129,21 @@ class Discovery:
                 layer.separate_gate = gate != layer.scores
             elif name == "ffn_moe_weights_scaled":
                 layer.scale = _float_param(tensor)
+
+    def _empty(self, pointer: int) -> None:
+        """Point a tensor at zeros, which cost no memory: reading them maps the kernel's one zero page."""
+        if pointer not in self._emptied:
+            tensor = Tensor.from_address(pointer)
+            region = mmap.mmap(-1, tensor.nb[3], flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+            self._emptied[pointer] = (tensor.data, region)
+            tensor.data = ctypes.addressof(ctypes.c_char.from_buffer(region))
+
+    def restore(self) -> None:
+        """Point the expert tensors back at the model's own memory."""
+        for pointer, (data, region) in self._emptied.items():
+            Tensor.from_address(pointer).data = data
+            region.close()
+        self._emptied = {}
 
     def _gating(self, pointer: int) -> tuple[Gating, ScoreSpace]:
         """What kind of numbers a score tensor holds, judged by the operations that made it."""

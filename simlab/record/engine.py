@@ -95,6 +95,7 @@ class Engine:
         self.hook: Hook | None = None
         self._lanes: ReadLanes | None = None
         self._ahead_lanes: ReadLanes | None = None
+        self.gguf.read_dense_ahead()
         discovery = Discovery(self.gguf.path.name)
         self._llama = Llama(
             self.gguf.path,
@@ -104,10 +105,14 @@ class Engine:
             n_expert_used=top_k,
             arch=self.gguf.arch,
             on_node=discovery,
+            read_ahead=False,
         )
         try:
-            # The throw-away graph: expert tensors and the weight chain show themselves, on llama.cpp's own mapping.
-            self._llama.decode([0], 0)
+            # The throw-away graph: expert tensors and the weight chain show themselves, on empty experts.
+            try:
+                self._llama.decode([0], 0)
+            finally:
+                discovery.restore()
             self.routing = discovery.result()
             late = overlap and self._check_overlap()
             inputs = self.prefetch is not None and self.prefetch.kind == "next_gate"

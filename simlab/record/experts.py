@@ -13,11 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from simlab.errors import RunError
-from simlab.record.ggml import Tensor
+from simlab.record.ggml import MAP_NORESERVE, Tensor
 from simlab.record.gguf import GgufModel
 from simlab.record.reads import PAGE, Slice, page_window
 
-_MAP_NORESERVE = 0x4000
 _SHORT_NAMES = {
     "ffn_gate_exps": "gate",
     "ffn_up_exps": "up",
@@ -60,7 +59,7 @@ class ExpertMemory:
             )
         stride = size + 2 * PAGE
         region = mmap.mmap(
-            -1, n_expert * stride + 2 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+            -1, n_expert * stride + 2 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         )
         # A huge page would keep neighbours' pages resident.
         region.madvise(mmap.MADV_NOHUGEPAGE)

@@ -46,6 +46,7 @@ class Tensor(ctypes.Structure):
 NAME_OFFSET = Tensor.name.offset
 _OBJECT_BYTES = 32  # sizeof(struct ggml_object), the other half of ggml_tensor_overhead()
 F32 = 0
+MAP_NORESERVE = 0x4000  # Linux; Python's mmap module names it from 3.13 on
 
 
 def engine_missing() -> RunError:
@@ -60,7 +61,7 @@ def libraries() -> tuple[ctypes.CDLL, Any]:
         import llama_cpp.llama_cpp as llama
     except ImportError as error:
         raise engine_missing() from error
-    base = ctypes.CDLL(str(_loaded_library(Path(llama.__file__).parent)))
+    base = ctypes.CDLL(str(loaded_library("libggml-base.")))
     signatures = {
         "ggml_tensor_overhead": (ctypes.c_size_t, []),
         "ggml_version": (ctypes.c_char_p, []),
@@ -106,14 +107,17 @@ def libraries() -> tuple[ctypes.CDLL, Any]:
     return base, llama
 
 
-def _loaded_library(package: Path) -> Path:
-    """The libggml-base this process runs: a wheel holds copies under several names, each with a state of its own."""
-    maps = Path("/proc/self/maps")
-    loaded = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines() if "libggml-base" in line}
+def loaded_library(name: str) -> Path:
+    """The library of llama-cpp-python of that name that this process runs.
+
+    A wheel holds copies under several names, each with a state of its own; this is the one in use.
+    """
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    loaded = {line.split(maxsplit=5)[-1] for line in lines if f"/{name}" in line}
     if len(loaded) != 1:
         raise RunError(
-            f"{package}: llama-cpp-python {version('llama-cpp-python')} loaded {len(loaded)} libraries named "
-            "libggml-base, simlab needs the one; reinstall it"
+            f"llama-cpp-python {version('llama-cpp-python')} loaded {len(loaded)} libraries named {name}*, "
+            "simlab needs the one; reinstall it"
         )
     return Path(loaded.pop())
 

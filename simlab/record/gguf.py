@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -43,6 +44,17 @@ class GgufModel:
     def files(self) -> tuple[Path, ...]:
         """Every file that holds tensors."""
         return tuple(sorted({place.path for place in self.tensors.values()}))
+
+    def read_dense_ahead(self) -> None:
+        """Ask the kernel for the pages of everything but the experts; llama.cpp's mapping reads nothing ahead."""
+        for path in self.files:
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                for name, place in self.tensors.items():
+                    if place.path == path and "_exps." not in name:
+                        os.posix_fadvise(descriptor, place.offset, place.size, os.POSIX_FADV_WILLNEED)
+            finally:
+                os.close(descriptor)
 
     def layer_bytes(self, layer: int) -> int:
         """Bytes of all tensors of one layer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 from collections import deque
@@ -12,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from simlab.errors import InputError, RunError
-from simlab.record.ggml import libraries
+from simlab.record.ggml import libraries, loaded_library
+from simlab.record.mapping import no_read_ahead
 
 EvalCallback = Callable[[int, bool, Any], bool]
 """`(tensor pointer, ask, unused) -> wanted | go on`, called hundreds of times per token: keep it thin."""
@@ -45,7 +47,8 @@ class Llama:
     """One model and one context on the CPU.
 
     The model is memory-mapped and its weights are never repacked, so that a tensor's bytes in memory are
-    the file's. With `on_node`, llama.cpp asks before and after every graph node (see `record.hook`).
+    the file's. With `on_node`, llama.cpp asks before and after every graph node (see `record.hook`); without
+    `read_ahead` the file's pages come in only when they are touched.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Llama:
         n_expert_used: int | None = None,
         arch: str = "",
         on_node: EvalCallback | None = None,
+        read_ahead: bool = True,
     ) -> None:
         _, llama = libraries()
         silence_logs()
@@ -77,7 +81,9 @@ class Llama:
             self._overrides[0].key = f"{arch}.expert_used_count".encode()
             self._overrides[0].value.val_i64 = n_expert_used
             params.kv_overrides = self._overrides
-        self._model = llama.llama_model_load_from_file(str(path).encode(), params)
+        loaded = contextlib.nullcontext() if read_ahead else no_read_ahead(loaded_library("libllama."))
+        with loaded:
+            self._model = llama.llama_model_load_from_file(str(path).encode(), params)
         if not self._model:
             raise InputError(f"{path}: llama.cpp cannot load this model: {_last_log()}")
         self._vocab = llama.llama_model_get_vocab(self._model)
