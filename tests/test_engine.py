@@ -17,7 +17,8 @@ from simlab.record.engine import EMBEDDED_MODEL, Engine, log_probability
 from simlab.record.gguf import read_gguf
 from simlab.record.plan import text_graphs
 from simlab.record.reads import ReadLanes, Slice, page_window
-from simlab.trace.store import open_trace
+from simlab.record.recorder import Recorder
+from simlab.trace.store import TraceWriter, open_trace
 from simlab.types import DECODE, PREFILL
 
 N_TOKENS = 72
@@ -118,14 +119,48 @@ def test_recording_changes_no_logit(engine, tokens, plain, tmp_path):
 
 
 def test_a_generation_records_a_row_for_every_decoded_token(engine, tmp_path):
-    made = engine.record_generation(
-        engine.tokenize("The module defines"), 12, cell_of("2cycles"), tmp_path / "g.trace"
-    )
+    prompt = engine.tokenize("The module defines")
+    (made,) = engine.record_generation([prompt], 12, cell_of("2cycles"), tmp_path / "g.trace")
     trace = open_trace(tmp_path / "g.trace")
     decoded = trace.tokens.collect().filter(phase=DECODE)
     assert decoded["token"].to_list() == made
     assert decoded["step"].to_list() == list(range(18, 18 + len(made)))
     assert engine.detokenize(engine.tokenize("The module  defines\n")) == b"The module  defines\n"
+
+
+def test_a_session_keeps_its_cache_and_its_context_if_asked(engine, tmp_path):
+    prompts = [engine.tokenize("The module defines"), engine.tokenize(" and returns")]
+    engine.start(cell_of("2cycles"))
+    once = engine.generate([*prompts[0], *engine.generate(prompts[0], 5), *prompts[1]], 5)
+    first, second = engine.record_generation(
+        prompts, 5, cell_of("2cycles"), tmp_path / "s.trace", keep_context=True
+    )
+    assert second == once, "the second turn goes on where the first ended"
+    tokens = open_trace(tmp_path / "s.trace").tokens.collect()
+    assert tokens["turn"].unique().to_list() == [0, 1]
+    assert tokens.filter(turn=1)["step"].min() == 18 + 5 + len(prompts[1]) - 1
+    again = engine.record_generation(prompts[:1] * 2, 5, cell_of("100%"), tmp_path / "w.trace")
+    assert again == [first, first]
+    warm = open_trace(tmp_path / "w.trace").tokens.collect()
+    assert warm.filter(turn=1)["lookups"].sum() == warm.filter(turn=1)["hits"].sum(), (
+        "the expert cache stayed warm"
+    )
+
+
+def test_the_budget_may_move_within_a_session(engine, tokens, plain, tmp_path):
+    engine.start(cell_of("100%"))
+    streamed_logits(engine, tokens)
+    held = engine.experts.resident_bytes()
+    engine.set_budget("1cycles")
+    engine.forget_context()
+    assert np.array_equal(streamed_logits(engine, tokens)[0], plain)
+    assert engine.experts.resident_bytes() < held / 2
+    with pytest.raises(InputError, match="on or off"):
+        engine.set_budget("off")
+    with TraceWriter(tmp_path / "m.trace", engine.header(cell_of("1cycles")), 8) as writer:
+        recorder = Recorder(writer)
+        with pytest.raises(RunError, match="one budget"):
+            engine.score(tokens, recorder)
 
 
 def test_a_long_text_is_cut_into_windows_that_are_turns():

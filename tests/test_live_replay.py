@@ -116,8 +116,19 @@ def test_a_prompt_in_chunks_replays_too(tokens, tmp_path):
 
 def test_a_generation_replays_too(engine, tmp_path):
     cell = cell_of("1.2cycles", "substitute:L=0.15")
-    engine.record_generation(engine.tokenize("The class defines"), 20, cell, tmp_path / "g.trace")
+    engine.record_generation([engine.tokenize("The class defines")], 20, cell, tmp_path / "g.trace")
     assert_same_slots(open_trace(tmp_path / "g.trace"), cell, tmp_path)
+
+
+def test_a_conversation_replays_and_runs_again_live(engine, tmp_path):
+    cell = cell_of("1.2cycles", "substitute:L=0.15")
+    prompts = [engine.tokenize(text) for text in ("The class defines", " and a method")]
+    out = tmp_path / "s.trace"
+    engine.record_generation(prompts, 8, cell, out, keep_context=True)
+    trace = open_trace(out)
+    assert_same_slots(trace, cell, tmp_path)
+    (pair,) = validate(trace, [cell], n_threads=THREADS)
+    assert pair.live.decode == measure(trace, cell).decode
 
 
 def test_a_narrower_top_k_replays_from_either_recording(tokens, tmp_path):

@@ -31,7 +31,17 @@ def add_commands(commands: Any) -> None:
     parser.add_argument("--out", required=True, metavar="T.trace", help="the trace folder to write")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--text", metavar="FILE", help="score this text, one token per graph")
-    source.add_argument("--prompt", metavar="STR", help="continue this prompt, greedily")
+    source.add_argument(
+        "--prompt",
+        action="append",
+        metavar="STR",
+        help="continue this prompt, greedily; repeated, each is a turn of one session, its expert cache kept",
+    )
+    parser.add_argument(
+        "--keep-context",
+        action="store_true",
+        help="let a turn follow on the one before, its context kept too",
+    )
     parser.add_argument("-n", type=whole_number(1), metavar="N", help="tokens to generate after --prompt")
     add_cell_options(parser, lists=False)
     add_engine_options(parser)

@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # The reader of a pipe has gone; closing stdout keeps Python from complaining about it at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
-        except Exception as error:
+        except BaseException as error:  # a panic of a Rust library is no Exception
             hint = "" if debug else " (run again with --debug)"
             return _fail(f"internal error: {type(error).__name__}: {error}{hint}", 1, debug)
     return 0

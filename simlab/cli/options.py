@@ -150,7 +150,7 @@ def cells_from_args(
             scope = scope or recorded.scope
         if not (routes or args.margin or args.drop or args.top_k):
             routes = [recorded_route(recorded)]
-        evicts = evicts or ([recorded.evict] if recorded.evict else None)
+        evicts = evicts or [recorded_evict(recorded)]
     budgets = args.budget or ([default_budget] if default_budget else None)
     if not budgets:
         raise InputError("--budget: is missing; write 2000MiB, 2.5cycles, 48/layer, 25% or off")
@@ -169,16 +169,37 @@ def recorded_route(header: TraceHeader) -> str:
     """The route a trace was recorded under, as `--route` takes it.
 
     Raises:
-        InputError: its knobs are not known.
+        InputError: it was a user's file, which the trace does not carry, or its knobs are not known.
     """
     parts = []
     for name in (header.route or "original").split("+"):
+        _refuse_file("--route", name)
         policy = find_routing(name)
         knobs = {k: header.knobs.get(f"{name}.{k}", header.knobs.get(k)) for k in policy.knobs}
         if None in knobs.values():
             raise InputError(f"the trace was recorded under {name} with unknown knobs; give --route")
         parts.append(name + (":" + ",".join(f"{k}={v!r}" for k, v in knobs.items()) if knobs else ""))
     return "+".join(parts)
+
+
+def recorded_evict(header: TraceHeader) -> str:
+    """The eviction policy a trace was recorded under, as `--evict` takes it.
+
+    Raises:
+        InputError: it was a user's file, which the trace does not carry.
+    """
+    _refuse_file("--evict", header.evict or "")
+    return header.evict or "lru"
+
+
+def _refuse_file(option: str, name: str) -> None:
+    """Say that a recorded policy was a user's file, if it was: its name is `policy@file`."""
+    policy, at, file = name.partition("@")
+    if at:
+        raise InputError(
+            f"the trace was recorded under {policy} of the policy file {file}, which it does not carry; "
+            f"give that file with {option}"
+        )
 
 
 def _recorded_bytes(header: TraceHeader) -> str | None:
@@ -193,7 +214,7 @@ def warn_about_cells(cells: Sequence[Cell], header: TraceHeader) -> None:
     """One line for each thing about these cells that a user of this model should know before they run.
 
     Raises:
-        InputError: a cell wants more experts per token than the model has.
+        InputError: a cell wants no experts, or more per token than the model has.
     """
     margins = [c.margin for c in cells if c.margin is not None and c.margin >= HIGH_MARGIN]
     if margins:
@@ -204,8 +225,6 @@ def warn_about_cells(cells: Sequence[Cell], header: TraceHeader) -> None:
     small: dict[str, float] = {}
     for cell in cells:
         k = effective_k(cell.route, header)
-        if k > header.n_expert:
-            raise InputError(f"--top-k {k}: must lie between 1 and this model's {header.n_expert} experts")
         resolved = resolve_budget(cell.budget, cell.scope, header, k)
         if not resolved.off and resolved.total_bytes < header.cycle_bytes(k):
             small[cell.budget.text] = header.cycle_bytes(k) / MIB

@@ -26,7 +26,7 @@ def measure(trace: Trace, cell: Cell) -> CellNumbers:
     Raises:
         InputError: the trace lacks what was executed (`experts`, `residency`, `read_bytes`).
     """
-    routing = trace.routing.select("experts", "dropped", "read_bytes").collect()
+    routing = trace.collect("routing", trace.routing.select("experts", "dropped", "read_bytes"))
     for name in routing.columns:
         if routing[name].null_count():
             raise InputError(
@@ -36,7 +36,7 @@ def measure(trace: Trace, cell: Cell) -> CellNumbers:
     k = effective_k(cell.route, header)
     budget = resolve_budget(cell.budget, cell.scope, header, k)
     rows = _row_counts(trace, columns, routing)
-    tokens = trace.tokens.filter(pl.col("turn") != THROW_AWAY_TURN).collect()
+    tokens = trace.collect("tokens", trace.tokens.filter(pl.col("turn") != THROW_AWAY_TURN))
     decode_tokens = tokens.filter(pl.col("phase") == DECODE)
     wall_ns = decode_tokens["wall_ns"].drop_nulls().to_list()
     nll = decode_tokens["nll"].mean()

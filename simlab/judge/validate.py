@@ -23,7 +23,7 @@ from simlab.record.plan import PlannedGraph
 from simlab.record.recorder import Recorder
 from simlab.replay.run import TraceLike, sweep
 from simlab.trace.store import Trace, TraceWriter, open_trace
-from simlab.types import THROW_AWAY_TURN, Cell, Comparison
+from simlab.types import PREFILL, THROW_AWAY_TURN, Cell, Comparison
 
 
 def validate(
@@ -75,23 +75,25 @@ def planned_graphs(trace: Trace) -> list[tuple[PlannedGraph, list[int], int | No
     The ids are those of its first MoE layer, which routes every token of a graph.
     """
     first = trace.header.moe_layers[0]
-    rows = (
-        trace.routing.filter((pl.col("layer") == first) & (pl.col("turn") != THROW_AWAY_TURN))
-        .select("turn", "graph", "phase", "step", "token")
-        .collect()
-    )
+    counted = trace.routing.filter((pl.col("layer") == first) & (pl.col("turn") != THROW_AWAY_TURN))
+    rows = trace.collect("routing", counted.select("turn", "graph", "phase", "step", "token"))
     if rows.is_empty() or rows["token"].null_count() or (rows["token"] < 0).any():
         raise InputError(
             f"{trace.path}/routing: carries no token ids, so it cannot be run live; record it with simlab record"
         )
-    following = dict(trace.tokens.select("graph", "next_token").collect().iter_rows())
+    following = dict(trace.collect("tokens", trace.tokens.select("graph", "next_token")).iter_rows())
     groups = rows.group_by("graph", maintain_order=True).agg(
         pl.col("turn", "phase").first(), pl.col("step").first(), pl.col("token")
     )
     planned, at = [], 0
-    for row in groups.iter_rows(named=True):
+    found = list(groups.iter_rows(named=True))
+    for row, after in zip(found, [*found[1:], None], strict=True):
         n = len(row["token"])
-        plan = PlannedGraph(row["turn"], row["phase"], at, at + n, row["step"], True, None)
+        # Of a prompt in chunks only the last asks for logits, and so for the last layer.
+        more = (
+            after is not None and row["phase"] == after["phase"] == PREFILL and row["turn"] == after["turn"]
+        )
+        plan = PlannedGraph(row["turn"], row["phase"], at, at + n, row["step"], not more, None)
         planned.append((plan, row["token"], following.get(row["graph"])))
         at += n
     return planned
@@ -109,9 +111,10 @@ def run_live(
         recorder = Recorder(writer)
         turn = None
         for plan, tokens, following in graphs:
-            if plan.turn != turn:
+            # A turn that goes on at a later position kept the context of the one before.
+            if plan.turn != turn and plan.first_position == 0:
                 engine.forget_context()
-                turn = plan.turn
+            turn = plan.turn
             engine.run_graph(plan, tokens, following, recorder)
         recorder.flush()
     return open_trace(out)

@@ -67,10 +67,12 @@ class LiveCache:
         if ordered and policy.touch is None and _keeps_recency_order(policy, knobs):
             self._recency = OrderedDict()
         self._speculative = np.zeros(n, dtype=bool)
+        self._n_speculative = 0
         self._coldest = -1
         self.speculative_hits = 0
         """Speculative entries that were looked up while in RAM."""
         self._used = [0] * len(entry_bytes)
+        self._used_bytes = 0
         self._position = 0
         self._batch = 0
         self.budget = budget
@@ -101,12 +103,44 @@ class LiveCache:
             if self.resident[entry]:
                 continue
             self.resident[entry] = self._speculative[entry] = True
-            self._used[layer] += self._entry_bytes[layer]
+            self._n_speculative += 1
+            self._use(layer, self._entry_bytes[layer])
             self._coldest -= 1
             self._last[entry] = self._coldest
             if self._recency is not None:
                 self._recency[entry] = None
                 self._recency.move_to_end(entry, last=False)
+
+    def _use(self, layer: int, n_bytes: int) -> None:
+        self._used[layer] += n_bytes
+        self._used_bytes += n_bytes
+
+    def _run_row(self, layer: int, experts: list[int]) -> BatchOutcome | None:
+        """`run_batch` for one row of distinct experts in the ordered form, for less; None where that does not hold."""
+        recency, start, k = self._recency, layer * self.n_expert, len(experts)
+        if recency is None or self._n_speculative or self.budget.off:
+            return None
+        touched = {start + expert for expert in experts}
+        if len(touched) < k or min(experts) < 0:
+            return None
+        misses, charged = [], []
+        for slot, expert in enumerate(experts):
+            entry = start + expert
+            # Between batches this form holds exactly the entries that are resident.
+            if entry in recency:
+                recency.move_to_end(entry)
+            else:
+                recency[entry] = None
+                misses.append(expert)
+                charged.append((0, slot))
+        if misses:
+            for expert in misses:
+                self.resident[start + expert] = True
+            self._use(layer, self._entry_bytes[layer] * len(misses))
+        self._position += k
+        evicted = self._evict(layer, touched)
+        self._batch += 1
+        return BatchOutcome(k, k - len(misses), misses, charged, evicted)
 
     def run_batch(
         self, layer: int, walk: np.ndarray, dropped: np.ndarray | None, weights: np.ndarray
@@ -119,6 +153,10 @@ class LiveCache:
             dropped: bool `[rows, k]`, None if nothing was.
             weights: float32 `[rows, k]` applied weights.
         """
+        if len(walk) == 1 and dropped is None:
+            found = self._run_row(layer, walk[0].tolist())
+            if found is not None:
+                return found
         start, k = layer * self.n_expert, walk.shape[1]
         resident, recency, last = self.resident, self._recency, self._last
         touched: set[int] = set()
@@ -138,6 +176,7 @@ class LiveCache:
                         misses.append(expert)
                     elif self._speculative[entry]:
                         self._speculative[entry] = False
+                        self._n_speculative -= 1
                         self.speculative_hits += 1
                 if recency is None:
                     last[entry] = self._position + row * k + slot
@@ -158,7 +197,7 @@ class LiveCache:
         if misses and not self.budget.off:
             for expert in misses:
                 resident[start + expert] = True
-            self._used[layer] += self._entry_bytes[layer] * len(misses)
+            self._use(layer, self._entry_bytes[layer] * len(misses))
         evicted = self._evict(layer, touched)
         self._batch += 1
         return BatchOutcome(len(touched), len(touched) - len(misses), misses, list(charged.values()), evicted)
@@ -189,7 +228,7 @@ class LiveCache:
         if self.budget.per_layer:
             over = self._used[layer] - self.budget.layer_bytes[layer]
         else:
-            over = sum(self._used) - self.budget.total_bytes
+            over = self._used_bytes - self.budget.total_bytes
         if over <= 0:
             return []
         leaving = (
@@ -200,8 +239,11 @@ class LiveCache:
         found = []
         for entry in leaving:
             at, expert = divmod(entry, self.n_expert)
-            self.resident[entry] = self._speculative[entry] = False
-            self._used[at] -= self._entry_bytes[at]
+            if self._n_speculative and self._speculative[entry]:
+                self._speculative[entry] = False
+                self._n_speculative -= 1
+            self.resident[entry] = False
+            self._use(at, -self._entry_bytes[at])
             found.append((at, expert))
         return found
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from simlab.cells import effective_k, resolve_budget
+from simlab.cells import effective_k, parse_budget, resolve_budget
 from simlab.errors import InputError, RunError, SimlabWarning
 from simlab.policy import find_eviction
 from simlab.record.cache import LiveCache
@@ -264,16 +264,34 @@ class Engine:
             )
         self.hook = Hook(self.routing, header, self._experts, self._lanes, self._cache, route, ahead)
         self._graph = 0
-        self._llama.clear()
+        self._budget_moved = False
+        self.forget_context()
+
+    def set_budget(self, budget: str) -> None:
+        """Another budget from the next batch on, within the session: `--budget` forms, of the scope it has.
+
+        Raises:
+            InputError: not a budget, or one that switches the cache on or off.
+        """
+        scope = "per_layer" if self._cache.budget.per_layer else "global"
+        resolved = resolve_budget(
+            parse_budget(budget), scope, self.header(), self.top_k or self.gguf.n_expert_used
+        )
+        if resolved.off != self._cache.budget.off:
+            raise InputError(
+                f"--budget {budget}: a session's cache cannot be switched on or off; start another"
+            )
+        self._cache.set_budget(resolved)
+        self._budget_moved = True
 
     def throw_away_decode(self, recorder: Recorder | None = None) -> None:
         """Decode token 0 as a prefill and forget it: warms the expert cache before a score (section 5).
 
         Recorded as turn -1, which a replay walks and no counter includes.
         """
-        self._llama.clear()
+        self.forget_context()
         self.run_graph(PlannedGraph(THROW_AWAY_TURN, PREFILL, 0, 1, 0, True, None), [0], None, recorder)
-        self._llama.clear()
+        self.forget_context()
 
     def score(
         self, tokens: Sequence[int], recorder: Recorder | None = None, progress: Any = None
@@ -283,7 +301,7 @@ class Engine:
         results, turn = [], None
         for done, plan in enumerate(plans):
             if plan.turn != turn:
-                self._llama.clear()
+                self.forget_context()
                 turn = plan.turn
             following = tokens[plan.next_index] if plan.next_index is not None else None
             results.append(self.run_graph(plan, tokens[plan.start : plan.stop], following, recorder))
@@ -299,20 +317,25 @@ class Engine:
         turn: int = 0,
         progress: Any = None,
         until: Callable[[Sequence[int]], bool] | None = None,
+        keep_context: bool = False,
     ) -> list[int]:
         """Greedy generation: the prompt as prefill, then up to `n` decoded tokens; returns those tokens.
 
-        `until` is asked after each token, with all tokens made so far; True ends the generation.
+        The expert cache of the session stays. `keep_context` keeps the KV state too: the prompt follows what
+        was decoded before, as the next turn of a conversation. `until` is asked after each token, with all
+        tokens made so far; True ends the generation.
         """
-        if len(prompt) + n > self.n_ctx:
+        first = self._n_past if keep_context else 0
+        if first + len(prompt) + n > self.n_ctx:
             raise InputError(
-                f"{len(prompt)} prompt tokens and {n} more do not fit a context of {self.n_ctx}; raise --ctx"
+                f"{first + len(prompt)} prompt tokens and {n} more do not fit a context of {self.n_ctx}; raise --ctx"
             )
         if not prompt:
             raise InputError("--prompt: has no tokens")
-        self._llama.clear()
+        if not keep_context:
+            self.forget_context()
         result = None
-        for plan in chunks(turn, 0, len(prompt), 0, self._llama.n_ubatch):
+        for plan in chunks(turn, 0, len(prompt), first, self._llama.n_ubatch):
             result = self.run_graph(plan, prompt[plan.start : plan.stop], None, recorder)
         assert result is not None
         assert result.logits is not None
@@ -324,7 +347,7 @@ class Engine:
             made.append(token)
             if until is not None and until(made):
                 break
-            position = len(prompt) + i
+            position = first + len(prompt) + i
             plan = PlannedGraph(turn, DECODE, position, position + 1, position, True, None)
             result = self.run_graph(plan, [token], None, recorder)
             assert result.logits is not None
@@ -335,6 +358,7 @@ class Engine:
     def forget_context(self) -> None:
         """Clear the KV state; the expert cache stays."""
         self._llama.clear()
+        self._n_past = 0
 
     def run_graph(
         self,
@@ -351,6 +375,8 @@ class Engine:
         hook = self.hook
         if hook is None:
             raise RunError("no session is open; call Engine.start(cell)")
+        if recorder is not None and self._budget_moved:
+            raise RunError("a recording has one budget, and this session's was moved; start another session")
         with DeferredInterrupt():
             return self._run_graph(hook, plan, tokens, next_token, recorder)
 
@@ -398,6 +424,7 @@ class Engine:
                 hit=hit,
             )
         self._graph += 1
+        self._n_past = plan.first_position + len(tokens)
         return GraphResult(plan, logits, nll, hook.tally)
 
     def record_text(
@@ -414,17 +441,32 @@ class Engine:
                 recorder.flush()
 
     def record_generation(
-        self, prompt: Sequence[int], n: int, cell: Cell, out: Path, *, text: bytes = b"", progress: Any = None
-    ) -> list[int]:
-        """Record a greedy generation into a new trace folder; returns the tokens made."""
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        cell: Cell,
+        out: Path,
+        *,
+        text: bytes = b"",
+        keep_context: bool = False,
+        progress: Any = None,
+    ) -> list[list[int]]:
+        """Record a session of greedy generations, a turn per prompt, into a new trace; returns the tokens made.
+
+        The expert cache stays from turn to turn, and with `keep_context` the KV state does.
+        """
         self.start(cell)
         width = effective_k(cell.route, self.header())
+        made = []
         with TraceWriter(out, self.header(cell, text), width) as writer:
             recorder = Recorder(writer)
             try:
-                return self.generate(prompt, n, recorder, progress=progress)
+                for turn, prompt in enumerate(prompts):
+                    kept = keep_context and turn > 0
+                    made.append(self.generate(prompt, n, recorder, turn, progress, keep_context=kept))
             finally:
                 recorder.flush()
+        return made
 
     # -- life ----------------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import sys
 import time
 from collections.abc import Callable, Sequence
 from ctypes import string_at
@@ -34,6 +33,8 @@ from simlab.types import DECODE, TraceHeader
 
 NODE_PREFIX = b"ffn_moe_"
 """What the names of all nodes the hook stops at begin with."""
+_MARK_OFFSET = NAME_OFFSET + len(NODE_PREFIX)
+_ADDRESS_SPACE = 1 << 47
 
 
 class RoutingEvent(NamedTuple):
@@ -65,6 +66,8 @@ class GraphTally:
     read_bytes: int = 0
     window_bytes: int = 0
     read_wait_ns: int = 0
+    release_ns: int = 0
+    """Of the hook's time, what giving evicted pages back to the system took."""
     hook_ns: int = 0
 
 
@@ -90,7 +93,8 @@ class HasHook(Protocol):
 def node_callback(nodes: frozenset[str], holder: HasHook) -> EvalCallback:
     """The eval callback of a context: asks for these nodes and hands them to the session's hook.
 
-    llama.cpp calls it for every node of every graph, so the asking path is one look-up.
+    llama.cpp calls it for every node of every graph: most are told apart by the one byte of their name that
+    follows the prefix, read through a view of the whole address space, at a fifth of the price of the name.
     """
 
     class Wanted(dict[bytes, bool]):
@@ -99,16 +103,15 @@ def node_callback(nodes: frozenset[str], holder: HasHook) -> EvalCallback:
             return self[name]
 
     wanted = Wanted()
-    first_bytes = ctypes.c_uint64.from_address
-    prefix = int.from_bytes(NODE_PREFIX, sys.byteorder)
+    marks = frozenset(name.encode()[len(NODE_PREFIX)] for name in nodes)
+    memory_bytes = memoryview((ctypes.c_char * _ADDRESS_SPACE).from_address(0)).cast("B")
 
     def on_node(pointer: int, ask: bool, _user: object) -> bool:
         try:
             if ask:
-                # Most nodes are told apart by eight bytes, at half the price of the whole name.
-                at = pointer + NAME_OFFSET
-                return first_bytes(at).value == prefix and wanted[string_at(at)]
-            return holder.hook is None or holder.hook.observe(pointer)
+                return memory_bytes[pointer + _MARK_OFFSET] in marks and wanted[string_at(pointer + NAME_OFFSET)]
+            hook = holder.hook
+            return hook is None or hook.observe(pointer)
         except BaseException as error:  # must not cross the C frames above, and must not go unseen
             if holder.hook is not None:
                 holder.hook.error = error
@@ -138,7 +141,10 @@ class Hook:
         self._look_ahead = look_ahead
         self._late: PendingReads | None = None
         self._late_layers = frozenset(routing.down_nodes.values())
+        self._layers = header.moe_layers
         self._index = {layer: i for i, layer in enumerate(header.moe_layers)}
+        self._entry_bytes = dict(header.entry_bytes)
+        self._actions = self._what_to_do(routing)
         self._views = NodeViews(routing.top_k_nodes, header.n_expert)
         self._pending: _Pending | None = None
         self._uncached: list[tuple[int, int]] = []
@@ -160,24 +166,28 @@ class Hook:
         started = time.perf_counter_ns()
         try:
             if self.error is None:
-                name = string_at(pointer + NAME_OFFSET).decode()
-                if name in self._routing.top_k_nodes:
-                    self._reroute(pointer)
-                elif name in self._routing.down_nodes:
-                    self._finish_reads()
-                elif name in self._routing.router_inputs:
-                    self._see_input(pointer, self._routing.router_inputs[name])
-                else:
-                    if name in self._routing.gate_nodes:
-                        self._read_gate(pointer)
-                    if name in self._routing.weight_nodes:
-                        self._load(pointer, self._routing.weight_nodes[name])
+                for act, layer in self._actions[string_at(pointer + NAME_OFFSET)]:
+                    act(pointer, layer)
         except BaseException as error:
             self.error = error
         self.tally.hook_ns += time.perf_counter_ns() - started
         return self.error is None
 
-    def _reroute(self, pointer: int) -> None:
+    def _what_to_do(self, routing: Routing) -> dict[bytes, list[tuple[Callable[[int, int], None], int]]]:
+        """Per node name, what happens there, in order."""
+        found: dict[bytes, list[tuple[Callable[[int, int], None], int]]] = {}
+        for act, nodes in (
+            (self._reroute, routing.top_k_nodes),
+            (self._finish_reads, routing.down_nodes),
+            (self._see_input, routing.router_inputs),
+            (self._read_gate, routing.gate_nodes),
+            (self._load, routing.weight_nodes),
+        ):
+            for name, layer in nodes.items():
+                found.setdefault(name.encode(), []).append((act, layer))
+        return found
+
+    def _reroute(self, pointer: int, _layer: int) -> None:
         """At the top-k: keep what the router chose, and let the rerank policy choose again."""
         view = self._views.top_k(pointer)
         if view is None:
@@ -185,7 +195,10 @@ class Hook:
         at = self._index[view.layer]
         if self._look_ahead is not None:
             self._settle(self._look_ahead, at)
-        scores, router = view.scores.copy(), view.ids.copy()
+        router = view.ids.copy()
+        # The graph may reuse the scores' buffer before the weights are there.
+        keep = self.on_batch is not None or self._route.drops_by_score
+        scores = view.scores.copy() if keep else view.scores
         experts = router
         if self._route.reranks and self.phase == DECODE:
             found = self._route.rerank(at, scores, router, self._cache.residency(at))
@@ -196,7 +209,7 @@ class Hook:
                 view.ids[:] = experts
         self._pending = _Pending(view.layer, at, view.ids, scores, router, experts)
 
-    def _read_gate(self, pointer: int) -> None:
+    def _read_gate(self, pointer: int, _layer: int) -> None:
         """Copy the gate probabilities the weights are gathered from, while their buffer is surely alive."""
         gathered = Tensor.from_address(pointer)
         source, n_expert = Tensor.from_address(gathered.src[0]), self._header.n_expert
@@ -213,10 +226,13 @@ class Hook:
             )
         n_rows, k = batch.router.shape
         live = self._views.weights(pointer, layer, k, n_rows)
-        weights, resident = live.copy(), self._cache.residency(batch.at)
-        residency = resident[batch.experts].astype(np.int8)
-        if self._look_ahead is not None:
-            residency += self._cache.speculative(batch.at)[batch.experts]
+        recording, resident = self.on_batch is not None, self._cache.residency(batch.at)
+        weights = live.copy() if recording or self._route.drops else live
+        residency = None
+        if recording:
+            residency = resident[batch.experts].astype(np.int8)
+            if self._look_ahead is not None:
+                residency += self._cache.speculative(batch.at)[batch.experts]
         walk, applied, dropped, n_dropped = batch.experts, weights, None, 0
         if self._route.drops:
             decode = self.phase == DECODE
@@ -227,16 +243,20 @@ class Hook:
                 batch.ids[:] = walk
                 n_dropped = int(dropped.sum())
         looked_up = self._cache.run_batch(batch.at, walk, dropped, applied)
-        self.release_uncached()
-        for at, expert in looked_up.evicted:
-            self._experts.release(self._header.moe_layers[at], expert)
-        entry_bytes, tally = self._header.entry_bytes[layer], self.tally
+        entry_bytes, tally = self._entry_bytes[layer], self.tally
+        if self._uncached:
+            self.release_uncached()
+        if looked_up.evicted:
+            before = time.perf_counter_ns()
+            for at, expert in looked_up.evicted:
+                self._experts.release(self._layers[at], expert)
+            tally.release_ns += time.perf_counter_ns() - before
         tally.lookups += looked_up.lookups
         tally.hits += looked_up.hits
         tally.dropped += n_dropped
         tally.evictions += len(looked_up.evicted)
         tally.read_bytes += entry_bytes * len(looked_up.misses)
-        if self.on_batch is not None:
+        if self.on_batch is not None and residency is not None:
             event = RoutingEvent(
                 layer,
                 batch.scores,
@@ -250,16 +270,15 @@ class Hook:
                 entry_bytes,
             )
             self.on_batch(event)
-        self._read(layer, looked_up.misses)
-        if self._cache.budget.off:
-            self._uncached = [(layer, expert) for expert in looked_up.misses]
+        if looked_up.misses:
+            self._read(layer, looked_up.misses)
+            if self._cache.budget.off:
+                self._uncached = [(layer, expert) for expert in looked_up.misses]
         if self._look_ahead is not None and self.phase == DECODE:
             self._look_ahead.see_run(batch.at, [e for row in walk.tolist() for e in row])
 
     def _read(self, layer: int, misses: Sequence[int]) -> None:
         """Read missing experts; what the down projection needs may come while gate and up are computed."""
-        if not misses:
-            return
         slices = [s for expert in misses for s in self._experts.slices[layer, expert]]
         before = time.perf_counter_ns()
         if self._lanes.background and layer in self._late_layers:
@@ -271,7 +290,7 @@ class Hook:
         self.tally.read_wait_ns += time.perf_counter_ns() - before
         self._keep_reads(reads)
 
-    def _finish_reads(self) -> None:
+    def _finish_reads(self, _pointer: int = 0, _layer: int = 0) -> None:
         """Before the down projection: wait for what is still under way."""
         if self._late is None:
             return
@@ -298,8 +317,7 @@ class Hook:
             self._look_ahead.see_input(self._index[layer], rows_of(source, source.ne[0], 1, 0, np.float32)[0])
 
     def _keep_reads(self, reads: Sequence[FinishedRead], speculative: bool = False) -> None:
-        for read in reads:
-            self.tally.window_bytes += read.window_bytes
+        self.tally.window_bytes += sum([read.window_bytes for read in reads])
         if self.on_reads is not None and reads:
             self.on_reads(reads, speculative)
 

@@ -51,7 +51,7 @@ class TraceColumns:
         wanted = ("turn", "graph", "phase", "step", "layer", "pos_in_graph", "router_experts")
         ids = trace.collect("routing", trace.routing.select(wanted))
         self.where = ids.drop("router_experts")
-        if ids["router_experts"].null_count():
+        if ids["router_experts"].null_count() or ids["router_experts"].explode().null_count():
             raise InputError(f"{trace.path}/routing: rows without router_experts cannot be replayed")
         recorded: NDArray[np.int32] = ids["router_experts"].to_numpy().reshape(ids.height, trace.width)
         self.recorded = recorded.astype(np.int32)
