@@ -22,6 +22,7 @@ from simlab.record.live_route import LiveRoute
 from simlab.replay.run import Replayer, sweep
 from simlab.replay.slots import replay_slots
 from simlab.routing import knob_values
+from simlab.trace.store import open_trace
 from simlab.types import Choice, Knob, WeightRule
 
 TRACE = Path(__file__).parent.parent / "traces" / "original.trace"
@@ -334,3 +335,57 @@ def test_tiers_values_and_state_of_any_number_type_live(tmp_path):
     found = route.rerank(0, scores, np.arange(3, dtype=np.int32)[None], resident)
     assert found.experts.tolist() == [[1, 7, 0]]
     assert route.rerank(0, scores, np.arange(3, dtype=np.int32)[None], resident).substituted == 1
+
+
+HALF = HEAD + (
+    '@routing("width", knobs={"extra": Knob(0, 0, 99, integer=True)})\n'
+    "def half(xp, candidates, row, state, knobs):\n    return Choice(k=row.k // 2 + knobs.extra), state\n"
+)
+
+
+@pytest.fixture
+def half(tmp_path, monkeypatch):
+    """A width policy with no knob `k`, and a text to run; returns the words that both commands share."""
+    pytest.importorskip("llama_cpp")
+    monkeypatch.chdir(tmp_path)
+    Path("half.py").write_text(HALF)
+    Path("text.txt").write_bytes(b"def first(values):\n    return values[0]\n")
+    return ["--text", "text.txt", "--budget", "2cycles", "--threads", "1"]
+
+
+def test_a_width_without_a_knob_k_is_recorded_and_scored(half, capsys):
+    words = [*half, "--route", "half.py:extra=0"]
+    assert main(["record", "--out", "half.trace", *words]) == 0
+    trace = open_trace("half.trace")
+    assert trace.width == 4
+    assert trace.routing.collect()["experts"].to_numpy().min() >= 0
+    assert main(["ppl", "--json", *words, "--route", "top_k:k=8"]) == 0
+    found = json.loads(capsys.readouterr().out.partition("\n")[2])
+    assert [c["top_k"] for c in found] == [4, 8]
+
+
+@pytest.mark.parametrize(
+    ("extra", "word"), [(61, "must lie between 1 and this model's 64 experts"), (60, "has room for")]
+)
+@pytest.mark.parametrize("command", [["record", "--out", "no.trace"], ["ppl"]])
+def test_a_width_too_large_names_what_asked_for_it(half, capsys, command, extra, word):
+    assert main([*command, *half, "--route", f"half.py:extra={extra}"]) == 2
+    error = capsys.readouterr().err
+    assert f"--route half.py:extra={extra}: " in error
+    assert word in error
+    assert "--top-k" not in error
+    assert not Path("no.trace").exists()
+
+
+def test_a_replay_of_a_users_policy_asks_for_its_file(half, capsys):
+    Path("mine.py").write_text(HEAD + rerank_of(CHOICE))
+    Path("keep.py").write_text(HEAD + evict_of("return state['n']", COUNTING))
+    for option, file in (("--route", "mine.py"), ("--evict", "keep.py")):
+        assert main(["record", "--out", "t.trace", "--force", *half, option, file]) == 0
+        capsys.readouterr()
+        assert main(["replay", "t.trace"]) == 2
+        error = capsys.readouterr().err
+        assert f"was recorded under a policy file, {file}, which it does not carry" in error
+        assert f"give that file with {option}" in error
+        assert main(["replay", "t.trace", option, file]) == 0
+        capsys.readouterr()

@@ -193,11 +193,11 @@ def recorded_evict(header: TraceHeader) -> str:
 
 
 def _refuse_file(option: str, name: str) -> None:
-    """Say that a recorded policy was a user's file, if it was: its name is `policy@file`."""
-    policy, at, file = name.partition("@")
-    if at:
+    """Refuse a recorded policy that was a user's file, `policy@file.py` or `file.py`: no trace names code to run."""
+    file = name.rpartition("@")[2]
+    if file.endswith(".py"):
         raise InputError(
-            f"the trace was recorded under {policy} of the policy file {file}, which it does not carry; "
+            f"the trace was recorded under a policy file, {file}, which it does not carry; "
             f"give that file with {option}"
         )
 

@@ -15,6 +15,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ from simlab.judge.measure import measure
 from simlab.record.engine import EMBEDDED_MODEL, Engine, auto_budget
 from simlab.record.ggml import engine_version
 from simlab.record.recorder import Recorder
+from simlab.record.run import model_sizes, open_engine
 from simlab.trace.store import Trace, TraceWriter, open_trace
-from simlab.types import DECODE, Cell, CellNumbers, PhaseNumbers, TraceHeader
+from simlab.types import DECODE, Cell, CellNumbers, PhaseNumbers, Route, Step, TraceHeader
 
 _HASHED_BYTES = 4 << 20
 """Of a model file: its header and more; the whole may be tens of gigabytes."""
@@ -167,17 +169,28 @@ class Engines:
         self.model, self.options = model, dict(options)
         self._engine: Engine | None = None
 
-    def get(self, top_k: int | None = None) -> Engine:
-        """The engine with this override of the experts per token."""
+    def get(self, top_k: int | None = None, step: Step | None = None) -> Engine:
+        """The engine with this override of the experts per token, and the width step that asks for it."""
         if self._engine is None or self._engine.top_k != top_k:
             self.close()
-            self._engine = Engine(self.model, top_k=top_k, **self.options)
+            self._engine = open_engine(self.model, top_k, step, self.options)
         return self._engine
 
     def for_cell(self, cell: Cell) -> Engine:
         """The engine that a cell's width asks for."""
-        step = cell.route.step("width")
-        return self.get(int(step.knobs["k"]) if step else None)
+        return self.get(self.top_k(cell.route), cell.route.step("width"))
+
+    def top_k(self, route: Route) -> int | None:
+        """The experts per token that a route asks for, None where it leaves the model its own.
+
+        Raises:
+            InputError: it asks for none, or for more than there are.
+        """
+        return effective_k(route, self._sizes) if route.step("width") is not None else None
+
+    @cached_property
+    def _sizes(self) -> TraceHeader:
+        return model_sizes(self.model)
 
     def reopen(self, **options: Any) -> None:
         """Use these options from the next engine on."""
@@ -241,7 +254,7 @@ def run_cells(
             progress((done + fraction) / n_left)
 
     # Cells of equal width together: each change opens the model again.
-    for at in sorted(range(len(cells)), key=lambda c: _width(cells[c])):
+    for at in sorted(range(len(cells)), key=lambda c: engines.top_k(cells[c].route) or 0):
         cell, seen = cells[at], set[int]()
         for item in range(n_items):
             finished = results.get(at, item)
@@ -266,11 +279,6 @@ def run_cells(
                 tick(0.0)
             if keep_cache:
                 seen.update(finished["counts"]["new_entries"])
-
-
-def _width(cell: Cell) -> float:
-    step = cell.route.step("width")
-    return step.knobs["k"] if step else 0
 
 
 def _recorded(
