@@ -14,9 +14,10 @@ pytest.importorskip(
 )
 
 from simlab.cli.main import main
+from simlab.errors import InputError
 from simlab.judge import gates
 from simlab.judge.gates import CLAIMS, GateResult, run_gates
-from simlab.record import cache, hook, views
+from simlab.record import cache, hook, lookahead, views
 from simlab.record.engine import EMBEDDED_MODEL
 from simlab.record.experts import ExpertMemory
 from simlab.record.ggml import Tensor
@@ -82,6 +83,25 @@ def test_with_every_expert_routed_there_is_nothing_to_substitute(tmp_path: Path)
     assert results["G8d"].note == "not applicable: all 4 experts are routed, none is left to substitute"
 
 
+def test_without_what_look_ahead_needs_its_gates_say_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("gguf", reason="the gguf package writes the models: pip install 'simlab[dev]'")
+    from tiny_models import make_model
+
+    def refuse(layer: int, _pointer: int) -> np.ndarray:
+        raise InputError(f"--prefetch next_gate: the gate of layer {layer} is not float32 in this model")
+
+    one_layer = {r.gate: r for r in run_gates(make_model(tmp_path, "split", n_layer=1), n_threads=1)}
+    monkeypatch.setattr(lookahead, "_gate_weights", refuse)
+    no_gate = {r.gate: r for r in run_gates(n_threads=1)}
+    for results, idle in ((one_layer, {"G5a", "G5b"}), (no_gate, {"G5b"})):
+        assert failed(list(results.values())) == set()
+        assert {gate for gate in ("G5a", "G5b") if results[gate].passed is None} == idle
+    assert one_layer["G5a"].note == "not applicable: one layer has experts, there is none to look ahead to"
+    assert no_gate["G5b"].note.endswith("the gate of layer 0 is not float32 in this model")
+
+
 # -- sabotage ---------------------------------------------------------------------------------------------
 
 
@@ -117,6 +137,8 @@ def test_a_cache_that_keeps_what_was_released_is_caught(monkeypatch: pytest.Monk
         evicted = evict(self, layer, touched)
         for at, expert in evicted:
             self.residency(at)[expert] = True
+            if self._recency is not None:
+                self._recency[at * self.n_expert + expert] = None
         return evicted
 
     monkeypatch.setattr(cache.LiveCache, "_evict", forgetful)
@@ -139,6 +161,30 @@ def test_reads_one_byte_off_are_caught_where_only_buffered_ones_are(
     found = failed(run_gates(n_threads=1))
     assert "G6" in found
     assert found <= {"G6", "G7"}
+
+
+def test_an_entry_resident_before_it_is_read_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look-ahead that reads but the first expert of those it then calls resident."""
+    settle = lookahead.LookAhead.settle
+
+    def too_many(self: lookahead.LookAhead, at: int) -> Any:
+        reads = settle(self, at)
+        if reads:
+            first = reads[0].slice
+            self._cache.insert_speculative(at, [(first.expert + i) % self._cache.n_expert for i in range(9)])
+        return reads
+
+    monkeypatch.setattr(lookahead.LookAhead, "settle", too_many)
+    results = {r.gate: r for r in run_gates(n_threads=1)}
+    assert failed(list(results.values())) == {"G5a", "G5b"}
+    assert results["G5a"].note.startswith("differing ")
+
+
+def test_look_ahead_that_reads_nothing_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookahead.LookAhead, "_issue", lambda *_: None)
+    results = {r.gate: r for r in run_gates(n_threads=1)}
+    assert failed(list(results.values())) == {"G5a", "G5b"}
+    assert results["G5b"].note == "read ahead 0, not above; hits by look-ahead 0, not above"
 
 
 def test_a_drop_rule_that_spares_a_slot_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,16 +18,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from simlab.cells import build_cells, parse_budget, resolve_budget
-from simlab.errors import RunError, SimlabError
+from simlab.errors import InputError, RunError, SimlabError
 from simlab.record.engine import EMBEDDED_MODEL, Engine
+from simlab.record.gguf import read_gguf
 from simlab.record.hook import RoutingEvent
 from simlab.record.llama import Llama
 from simlab.record.plan import SKIP, PlannedGraph, chunks
+from simlab.record.reads import FinishedRead
 from simlab.types import DECODE, Budget
 
 CLAIMS = {
     "G1": "streamed, cache off == plain llama.cpp",
     "G2": "streamed, small LRU == cache off",
+    "G5a": "previous_token:K=1, overlapped reads == plain",
+    "G5b": "next_gate:K=k, overlapped reads == plain",
     "G6": "G1 with buffered reads",
     "G7": "G2 with buffered reads",
     "S1": "generations in one session == plain",
@@ -43,6 +47,8 @@ CLAIMS = {
 """What each gate claims, in the order of the table. S3's byte stands for 0: that would switch the cache off,
 which a session refuses; at one byte every batch evicts all others, which is the same to the experts. No logit shows
 ids read without their stride where the first rows of a prefill name every expert, hence the count of misread rows."""
+_AHEAD = {"G5a": "previous_token:K=1", "G5b": "next_gate:K={k}"}
+"""Look-ahead of the gates about reading early."""
 COUNTERS = ("lookups", "hits", "reranked", "substituted", "dropped", "evictions")
 N_TOKENS = 24  # of context, what the gates need
 _SMALL, _ROOMY, _THRASHING, _WHOLE = "1.2cycles", "2cycles", "0.5cycles", "100%"
@@ -121,9 +127,23 @@ def run_gates(
         with Engine(path, **engine_options | changes) as engine:
             return run(_Bench(engine, texts))
 
+    for gate in _AHEAD:
+        check([gate], lambda g=gate: [_ahead(g, path, engine_options, texts)])
     check(["G6", "G7"], lambda: reopened(lambda b: b.streamed("G6", "G7"), buffered=True))
     check(["G8c"], lambda: reopened(lambda b: [b.lossy("G8c")], top_k=1))
     return [found[gate] for gate in CLAIMS]
+
+
+def _ahead(gate: str, path: Path, engine_options: dict[str, Any], texts: Sequence[_Text]) -> GateResult:
+    """G5a, G5b: the experts are read before they are routed to, on an engine of its own."""
+    gguf = read_gguf(path)
+    prefetch = _AHEAD[gate].format(k=gguf.n_expert_used)
+    try:
+        with Engine(path, **engine_options | {"overlap": True, "prefetch": prefetch}) as engine:
+            return _Bench(engine, texts).ahead(gate)
+    except InputError as error:
+        # The model opened without look-ahead, so this is about what look-ahead needs of it.
+        return GateResult(gate, CLAIMS[gate], None, {}, f"not applicable: {error}")
 
 
 def _run_plain(engine: Engine, n_threads: int | None) -> list[_Text]:
@@ -184,7 +204,7 @@ class _Session:
         self._engine = engine
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._listener: Any = SimpleNamespace(
-            on_batch=self._examine, on_reads=lambda *_: None, end_graph=lambda *_, **__: None
+            on_batch=self._examine, on_reads=self._count_reads, end_graph=lambda *_, **__: None
         )
 
     def _evaluate(self, plan: PlannedGraph, tokens: Sequence[int]) -> np.ndarray | None:
@@ -193,12 +213,16 @@ class _Session:
         self.counts["misses"] = self.counts["lookups"] - self.counts["hits"]
         return result.logits
 
+    def _count_reads(self, reads: Sequence[FinishedRead], speculative: bool) -> None:
+        """Count what look-ahead read."""
+        self.counts["read ahead"] += len(reads) if speculative else 0
+
     def _examine(self, event: RoutingEvent, *_: object) -> None:
         """Count rows whose ids are not the best scored, and the slots F = 1 drops in the words of section 2."""
         scores, weights = event.scores, event.weights
         picked = np.sort(np.take_along_axis(scores, event.router_experts, axis=1), axis=1)
         best = np.sort(scores, axis=1)[:, -picked.shape[1] :]
-        light = (weights < np.float32(1) / np.float32(weights.shape[1])) & ~event.residency
+        light = (weights < np.float32(1) / np.float32(weights.shape[1])) & (event.residency == 0)
         light[np.arange(len(weights)), weights.argmax(axis=1)] = False
         self.counts["misread"] += int(np.count_nonzero((picked != best).any(axis=1)))
         self.counts["droppable"] += int(np.count_nonzero(light))
@@ -245,6 +269,19 @@ class _Bench:
             off.judge(off_gate, none=["differing", "hits"], some=["lookups"]),
             small.judge(small_gate, none=["differing"], some=["hits", "evictions"]),
         ]
+
+    def ahead(self, gate: str) -> GateResult:
+        """G5a, G5b: a cache that loses everything from token to token, which look-ahead fills, and a small one."""
+        if len(self._engine.header().moe_layers) == 1:
+            reason = "not applicable: one layer has experts, there is none to look ahead to"
+            return GateResult(gate, CLAIMS[gate], None, {}, reason)
+        session, text = _Session(self._engine, _THRASHING), self._forced
+        session.compare(session.decode(text), text.plain)
+        session.counts["hits by look-ahead"] = self._engine.cache.speculative_hits
+        small = _Session(self._engine, _SMALL)
+        small.compare(small.decode(text), text.plain)
+        session.counts.update(small.counts)
+        return session.judge(gate, none=["differing"], some=["read ahead", "hits by look-ahead"])
 
     def generations(self, gate: str) -> GateResult:
         """S1 to S3: three generations, the middle one at the gate's own budget."""
