@@ -13,8 +13,9 @@ from live import TEXT, THREADS, cell_of, plain_logits, record, streamed_logits
 
 from simlab.errors import InputError, RunError, SimlabWarning
 from simlab.record import ggml, hook
-from simlab.record.engine import EMBEDDED_MODEL, Engine, log_probability
+from simlab.record.engine import EMBEDDED_MODEL, Engine
 from simlab.record.gguf import read_gguf
+from simlab.record.llama import log_probability
 from simlab.record.plan import text_graphs
 from simlab.record.reads import ReadLanes, Slice, page_window
 from simlab.record.recorder import Recorder

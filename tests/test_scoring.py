@@ -23,7 +23,8 @@ from simlab.judge.choices import answer_items, prompt_graphs, read_items, tokeni
 from simlab.judge.measure import measure
 from simlab.judge.ppl import Text, score_texts
 from simlab.judge.scoring import Engines, Results, cell_numbers
-from simlab.record.engine import EMBEDDED_MODEL, log_probability
+from simlab.record.engine import EMBEDDED_MODEL
+from simlab.record.llama import log_probability
 from simlab.record.plan import SKIP, text_graphs, wide_graphs
 from simlab.record.recorder import Recorder
 from simlab.replay.run import replay

@@ -29,7 +29,8 @@ from simlab.judge.scoring import (
     run_cells,
 )
 from simlab.judge.stats import Interval, PairedOutcome, paired_outcome, wilson
-from simlab.record.engine import Engine, log_probability
+from simlab.record.engine import Engine
+from simlab.record.llama import log_probability
 from simlab.record.plan import SKIP, PlannedGraph, chunks
 from simlab.record.recorder import Recorder
 from simlab.types import DECODE, Cell, CellNumbers

@@ -32,7 +32,8 @@ from simlab.judge.scoring import (
     run_cells,
 )
 from simlab.judge.stats import Interval, block_bootstrap_mean, paired_difference
-from simlab.record.engine import Engine, log_probability
+from simlab.record.engine import Engine
+from simlab.record.llama import log_probability
 from simlab.record.plan import SKIP, wide_graphs
 from simlab.record.recorder import Recorder
 from simlab.types import Cell, CellNumbers, TraceHeader

@@ -24,8 +24,9 @@ import polars as pl
 from simlab.cells import MIB, effective_k, resolve_budget
 from simlab.errors import InputError, RunError
 from simlab.judge.measure import measure
-from simlab.record.engine import EMBEDDED_MODEL, Engine, auto_budget
+from simlab.record.engine import EMBEDDED_MODEL, Engine
 from simlab.record.ggml import engine_version
+from simlab.record.machine import auto_budget
 from simlab.record.recorder import Recorder
 from simlab.record.run import model_sizes, open_engine
 from simlab.trace.store import Trace, TraceWriter, open_trace

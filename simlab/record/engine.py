@@ -22,23 +22,22 @@ from simlab.record.cache import LiveCache
 from simlab.record.discovery import Discovery
 from simlab.record.experts import ExpertMemory
 from simlab.record.ggml import check_layout, engine_version
-from simlab.record.gguf import GgufModel, read_gguf
+from simlab.record.gguf import read_gguf
 from simlab.record.hook import NODE_PREFIX, GraphTally, Hook, node_callback
 from simlab.record.interrupts import DeferredInterrupt
 from simlab.record.live_route import LiveRoute
-from simlab.record.llama import Llama
+from simlab.record.llama import Llama, log_probability
 from simlab.record.lookahead import LookAhead, parse_prefetch
+from simlab.record.machine import check_top_k, cpu_name, default_threads
 from simlab.record.plan import PlannedGraph, chunks, text_graphs
 from simlab.record.reads import ReadLanes
 from simlab.record.recorder import GraphPlace, Recorder
 from simlab.routing import knob_values
 from simlab.trace.store import TraceWriter
-from simlab.types import DECODE, PREFILL, THROW_AWAY_TURN, Cell, ResolvedBudget, TraceHeader
+from simlab.types import DECODE, PREFILL, THROW_AWAY_TURN, Cell, TraceHeader
 
 EMBEDDED_MODEL = Path(__file__).resolve().parent.parent / "data" / "tiny-moe-q8_0.gguf"
-_MIB = 1 << 20
 _LANES = range(1, 9)
-_SMALL_TOKEN_BYTES = 16 * _MIB
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class Engine:
         check_layout()
         self.gguf = read_gguf(Path(model) if model is not None else EMBEDDED_MODEL)
         if top_k is not None:
-            _check_top_k(top_k, self.gguf)
+            check_top_k(top_k, self.gguf)
         self.top_k = top_k
         self._graph = 0
         self.hook: Hook | None = None
@@ -101,7 +100,7 @@ class Engine:
             self.gguf.path,
             n_ctx=n_ctx,
             n_ubatch=n_ubatch,
-            n_threads=n_threads or _default_threads(self.gguf),
+            n_threads=n_threads or default_threads(self.gguf),
             n_expert_used=top_k,
             arch=self.gguf.arch,
             on_node=discovery,
@@ -203,7 +202,7 @@ class Engine:
                 "io_mode": "direct" if self._lanes.direct else "buffered",
                 "engine": "simlab",
                 "engine_version": engine_version(),
-                "cpu": _cpu_name(),
+                "cpu": cpu_name(),
                 "text_hash": hashlib.sha256(text).hexdigest() if text else None,
                 "created": datetime.now(UTC).isoformat(timespec="seconds"),
             }
@@ -490,56 +489,3 @@ class Engine:
 
     def __exit__(self, *_: Any) -> None:
         self.close()
-
-
-def _check_top_k(top_k: int, gguf: GgufModel) -> None:
-    """Refuse what would make llama.cpp abort the process: more experts than there are, a graph beyond its room."""
-    if not 1 <= top_k <= gguf.n_expert:
-        raise InputError(f"--top-k {top_k}: must lie between 1 and this model's {gguf.n_expert} experts")
-    moe_layers = len({name.split(".")[1] for name in gguf.tensors if "_exps." in name})
-    # llama.cpp reserves this many graph nodes; summing k experts takes two nodes for each of them.
-    room = max(1024, 8 * len(gguf.tensors)) - 60 * gguf.n_layer
-    most = max(room // (2 * max(moe_layers, 1)), gguf.n_expert_used)
-    if top_k > most:
-        raise InputError(
-            f"--top-k {top_k}: llama.cpp's graph of this model has room for {most} experts per token"
-        )
-
-
-def _default_threads(gguf: GgufModel) -> int:
-    """Cores, at most 8; one where a layer's experts are so small that threads only wait for each other."""
-    expert_bytes = sum(place.size for name, place in gguf.tensors.items() if "_exps." in name)
-    token_bytes = expert_bytes * gguf.n_expert_used // gguf.n_expert
-    return 1 if token_bytes < _SMALL_TOKEN_BYTES else min(os.cpu_count() or 1, 8)
-
-
-def auto_budget(header: TraceHeader, dense_bytes: int) -> ResolvedBudget:
-    """The budget for a machine, once at start: what memory leaves, at least 1500 MiB or all experts (section 3)."""
-    cap = header.expert_bytes
-    room = available_memory_bytes() - dense_bytes - 1536 * _MIB
-    total = max(min(room, cap), min(1500 * _MIB, cap))
-    n = len(header.entry_bytes)
-    return ResolvedBudget(total, (total // n,) * n, per_layer=False)
-
-
-def available_memory_bytes() -> int:
-    """MemAvailable of /proc/meminfo."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise RunError("/proc/meminfo names no MemAvailable; give --budget")
-
-
-def log_probability(logits: np.ndarray, token: int) -> float:
-    """ln p of a token under softmax over the full vocabulary, in float64."""
-    x = logits.astype(np.float64)
-    top = x.max()
-    return float(x[token] - top - np.log(np.exp(x - top).sum()))
-
-
-def _cpu_name() -> str | None:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)

@@ -204,3 +204,10 @@ class Llama:
         if self._model:
             self._llama.llama_model_free(self._model)
             self._model = None
+
+
+def log_probability(logits: np.ndarray, token: int) -> float:
+    """ln p of a token under softmax over the full vocabulary, in float64."""
+    x = logits.astype(np.float64)
+    top = x.max()
+    return float(x[token] - top - np.log(np.exp(x - top).sum()))

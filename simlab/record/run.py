@@ -13,8 +13,9 @@ from simlab.cells import effective_k
 from simlab.cli.options import cells_from_args, engine_options, warn_about_cells
 from simlab.cli.output import Progress
 from simlab.errors import InputError, SimlabWarning
-from simlab.record.engine import EMBEDDED_MODEL, Engine, auto_budget
+from simlab.record.engine import EMBEDDED_MODEL, Engine
 from simlab.record.gguf import read_gguf
+from simlab.record.machine import auto_budget
 from simlab.record.plan import SKIP
 from simlab.trace.store import open_trace, prepare_folder
 from simlab.types import DECODE, Step, TraceHeader
