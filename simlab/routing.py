@@ -79,10 +79,15 @@ def decide(
         choice, new_state = policy.function(xp, candidates, row, state, knobs)
         if policy.stage == "rerank":
             value = xp.asarray(choice.value, dtype=xp.float32)
-            value = value if value.shape == shape else xp.broadcast_to(value, shape)
-            choice = choice._replace(value=value)
+            if value is not choice.value:
+                choice = choice._replace(value=value)
+            if value.shape != shape:
+                choice = choice._replace(value=xp.broadcast_to(value, shape))
         else:
-            choice = choice._replace(drop=xp.broadcast_to(xp.asarray(choice.drop, dtype=bool), shape))
+            dropped = xp.asarray(choice.drop, dtype=bool)
+            if dropped.shape != shape:
+                dropped = xp.broadcast_to(dropped, shape)
+            choice = choice._replace(drop=dropped)
         if policy.state:
             new_state = {name: xp.asarray(new_state[name], dtype=xp.float32) for name in policy.state}
     except BaseException as error:

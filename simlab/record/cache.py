@@ -120,22 +120,23 @@ class LiveCache:
         recency, start, k = self._recency, layer * self.n_expert, len(experts)
         if recency is None or self._n_speculative or self.budget.off:
             return None
-        touched = {start + expert for expert in experts}
+        entries = [start + expert for expert in experts]
+        touched = set(entries)
         if len(touched) < k or min(experts) < 0:
             return None
-        misses, charged = [], []
-        for slot, expert in enumerate(experts):
-            entry = start + expert
+        misses: list[int] = []
+        charged: list[tuple[int, int]] = []
+        to_end = recency.move_to_end
+        for entry in entries:
             # Between batches this form holds exactly the entries that are resident.
             if entry in recency:
-                recency.move_to_end(entry)
+                to_end(entry)
             else:
                 recency[entry] = None
-                misses.append(expert)
-                charged.append((0, slot))
+                self.resident[entry] = True
+                misses.append(entry - start)
         if misses:
-            for expert in misses:
-                self.resident[start + expert] = True
+            charged = [(0, experts.index(expert)) for expert in misses]
             self._use(layer, self._entry_bytes[layer] * len(misses))
         self._position += k
         evicted = self._evict(layer, touched)

@@ -109,7 +109,9 @@ def node_callback(nodes: frozenset[str], holder: HasHook) -> EvalCallback:
     def on_node(pointer: int, ask: bool, _user: object) -> bool:
         try:
             if ask:
-                return memory_bytes[pointer + _MARK_OFFSET] in marks and wanted[string_at(pointer + NAME_OFFSET)]
+                return (
+                    memory_bytes[pointer + _MARK_OFFSET] in marks and wanted[string_at(pointer + NAME_OFFSET)]
+                )
             hook = holder.hook
             return hook is None or hook.observe(pointer)
         except BaseException as error:  # must not cross the C frames above, and must not go unseen

@@ -6,8 +6,8 @@ row is a scalar. Several rows (a wide graph) come as `[n_expert, rows]`.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import NamedTuple
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,30 @@ from simlab.policy import check_policy
 from simlab.routing import decide, drop, drop_armed, knob_values, rerank, take_top
 from simlab.scores import applied_weights, gate_numerators, ranking_values, router_ranking, row_statistics
 from simlab.types import Array, Candidates, Route, Row, ScoreSpace, Step, WeightRule
+
+_MINUS_INFINITY = np.float32("-inf")
+_NO_SCORE = np.float32(0)
+
+
+def _one_row_numpy() -> ModuleType:
+    """NumPy for policies on one row: its `where` on scalars is a choice between them, not the making of an array."""
+    module = ModuleType("numpy")
+    vars(module).update(vars(np))
+
+    def where(condition: Any, *values: Any) -> Any:
+        if (
+            type(condition) is np.bool_
+            and len(values) == 2
+            and type(values[0]) is type(values[1]) is np.float32
+        ):
+            return values[0] if condition else values[1]
+        return np.where(condition, *values)
+
+    vars(module)["where"] = where
+    return module
+
+
+_ROW_NP = _one_row_numpy()
 
 
 class LiveRerouted(NamedTuple):
@@ -63,12 +87,24 @@ class LiveRoute:
         self._experts = np.arange(n_expert, dtype=np.int32)
         self._zeros = np.zeros(n_expert, dtype=np.float32)
         self._no_rank = np.zeros(n_expert, dtype=np.int32)
-        self.reranks = self._rerank is not None and n_expert > k
+        self._layer_ids = [np.int32(i) for i in range(n_layers)]
+        self._slots, self._no_slots = np.arange(k, dtype=np.int32), np.zeros(k, dtype=np.float32)
+        self._values, self._buffer = np.zeros((2, n_expert), dtype=np.float32)
+        self._wide = np.zeros(n_expert, dtype=np.float64)
+        # The router's own picks need no deciding.
+        self.reranks = (
+            self._rerank is not None and n_expert > k and not self._rerank.policy.is_builtin("original")
+        )
 
     @property
     def drops(self) -> bool:
         """Whether a drop policy is part of the route."""
         return self._drop is not None
+
+    @property
+    def drops_by_score(self) -> bool:
+        """Whether its drop policy looks at scores."""
+        return self._drop is not None and "scores" in self._drop.policy.needs
 
     # -- rerank ---------------------------------------------------------------------------------------------
 
@@ -93,7 +129,10 @@ class LiveRoute:
                 sum(p.reranked for p in parts),
                 sum(p.substituted for p in parts),
             )
-        candidates, row = self._candidates(step, layer, scores, router, resident)
+        one = None
+        if len(router) == 1 and step.policy.needs == {"scores"}:
+            one = self._finite_row(layer, scores[0], resident)
+        candidates, row = one or self._candidates(step, layer, scores, router, resident)
         knobs, state = self._knobs["rerank"], self._states["rerank"][layer]
         if len(router) == 1:
             found = self._rerank_row(step, candidates, row, router, knobs, state)
@@ -118,14 +157,60 @@ class LiveRoute:
         state: dict,
     ) -> LiveRerouted:
         """`simlab.routing.rerank` on one row whose slots all exist, which is every decode step, for less."""
-        choice, new_state = decide(np, step, candidates, row, state, knobs)
+        choice, new_state = decide(_ROW_NP, step, candidates, row, state, knobs)
         self._states["rerank"][int(row.layer)] = new_state
         if not choice.active:
             return LiveRerouted(router, 0, 0)
         k = router.shape[1]
+        best = self._best(choice.value, k) if type(choice.tier) is int else None
+        if best is not None:
+            substituted = len(set(best.tolist()).difference(router[0].tolist()))
+            if not substituted:
+                return LiveRerouted(router, k, 0)
+            picked = best[(-choice.value[best]).argsort(kind="stable")]
+            return LiveRerouted(picked.astype(np.int32)[None], k, substituted)
         picked = take_top(np, choice.value, choice.tier, candidates.expert, k)
         substituted = len(set(picked.tolist()).difference(router[0].tolist()))
         return LiveRerouted(picked[None], k, substituted)
+
+    def _best(self, value: np.ndarray, k: int) -> np.ndarray | None:
+        """The `k` experts of largest value, ascending by id; None unless they are clear: no NaN, no tie, no -inf."""
+        negative = self._buffer
+        np.negative(value, negative)
+        negative.partition(k - 1)
+        # NaN sorts last, so that a NaN here means fewer than k numbers.
+        least = -negative[k - 1]
+        if not least > _MINUS_INFINITY:
+            return None
+        found = (value >= least).nonzero()[0]
+        return found if len(found) == k else None
+
+    def _finite_row(
+        self, layer: int, scores: np.ndarray, resident: np.ndarray
+    ) -> tuple[Candidates, Row] | None:
+        """`_candidates` of a row of finite ranking values for a policy of scores alone, for less; None for others."""
+        low, values = scores.argmin(), self._values
+        least = scores[low]
+        # NaN is the smallest to argmin, and no comparison with it holds.
+        if self._space == "prob":
+            if not least > 0:
+                return None
+            self._wide[:] = scores
+            np.log(self._wide, self._wide)
+            values[:] = self._wide
+        else:
+            if not least > _MINUS_INFINITY:
+                return None
+            np.add(scores, _NO_SCORE, values)
+        top = values[values.argmax()]
+        if not top < np.inf:
+            return None
+        span = top - values[low]
+        n_resident = np.int32(np.count_nonzero(resident))
+        return (
+            Candidates(values, self._experts, self._no_rank, resident, self._zeros),
+            Row(self._k, self._layer_ids[layer], top, span, n_resident),
+        )
 
     def _candidates(
         self, step: Step, layer: int, scores: np.ndarray, router: np.ndarray, resident: np.ndarray
@@ -148,7 +233,7 @@ class LiveRoute:
         return candidates, self._row(layer, values, resident, n_rows)
 
     def _row(self, layer: int, values: np.ndarray | None, resident: np.ndarray, n_rows: int) -> Row:
-        at, zero = np.int32(layer), np.float32(0)
+        at, zero = self._layer_ids[layer], _NO_SCORE
         if n_rows == 1:
             if values is None:
                 return Row(self._k, at, zero, zero, np.int32(np.count_nonzero(resident)))
@@ -209,6 +294,8 @@ class LiveRoute:
         step = self._drop
         assert step is not None
         knobs, n_rows = self._knobs["drop"], len(experts)
+        if n_rows == 1 and step.policy.needs <= {"weights"}:
+            return self._drop_row(step, layer, experts, weights, resident, decode)
         if np.isnan(weights).any():
             raise RunError(f"a routing weight is NaN; {step.policy.name} cannot decide on it")
         values = ranking_values(scores, self._space) if "scores" in step.policy.needs else None
@@ -231,6 +318,40 @@ class LiveRoute:
             return None
         return LiveDropped(dropped, _rows(found.walk), _after_drop(weights, dropped, knobs))
 
+    def _drop_row(
+        self,
+        step: Step,
+        layer: int,
+        experts: np.ndarray,
+        weights: np.ndarray,
+        resident: np.ndarray,
+        decode: bool,
+    ) -> LiveDropped | None:
+        """`simlab.routing.drop` on one row whose slots all exist, for a policy of weights alone, for less."""
+        weight, at_slots, knobs = weights[0], experts[0], self._knobs["drop"]
+        # The first NaN is the largest to argmax.
+        top = int(weight.argmax())
+        if weight[top] != weight[top]:
+            raise RunError(f"a routing weight is NaN; {step.policy.name} cannot decide on it")
+        if not drop_armed(np, step, knobs, np.bool_(decode)):
+            return None
+        slots = Candidates(self._no_slots, at_slots, self._slots, resident[at_slots], weight)
+        row = self._row(layer, None, resident, 1)
+        choice, new_state = decide(_ROW_NP, step, slots, row, self._states["drop"][layer], knobs)
+        self._states["drop"][layer] = new_state
+        flags = choice.drop.tolist()
+        flags[top] = False
+        if True not in flags:
+            return None
+        dropped, walk, applied = np.array([flags]), experts.copy(), weights.copy()
+        walk[dropped], applied[dropped] = at_slots[top], 0
+        if getattr(knobs, "renorm", 1):
+            # As in `_after_drop`.
+            total, kept = np.add.accumulate(weight)[-1], np.add.accumulate(applied[0])[-1]
+            if kept > 0:
+                applied *= total / kept
+        return LiveDropped(dropped, walk, applied)
+
 
 def _columns(rows: np.ndarray) -> np.ndarray:
     """`[rows, n]` as a policy sees it: `[n]` for one row, else `[n, rows]`."""
@@ -247,10 +368,9 @@ def _after_drop(weights: np.ndarray, dropped: np.ndarray, knobs: SimpleNamespace
     applied = np.where(dropped, np.float32(0), weights)
     if not getattr(knobs, "renorm", 1):
         return applied
-    total, kept = np.zeros((2, len(weights)), dtype=np.float32)
-    for slot in range(weights.shape[1]):
-        total = total + weights[:, slot]
-        kept = kept + applied[:, slot]
+    # Accumulating adds in slot order, each sum rounded, which a reduction need not.
+    total = np.add.accumulate(weights, axis=1)[:, -1]
+    kept = np.add.accumulate(applied, axis=1)[:, -1]
     scaled = dropped.any(axis=1) & (kept > 0)
     factor = np.where(scaled, total / np.where(scaled, kept, 1), 1).astype(np.float32)
     return applied * factor[:, None]

@@ -1,0 +1,128 @@
+"""`bench engine`: what the engine costs per routing event, and what reading ahead gains."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from simlab.cli.options import add_json, whole_number
+from simlab.cli.output import Progress, align, print_json
+from simlab.errors import InputError
+
+
+def add_commands(commands: Any) -> None:
+    """Add the command and its one subject to the subparsers."""
+    parser = commands.add_parser("bench", help="measure the engine on this machine")
+    subjects = parser.add_subparsers(title="what", metavar="WHAT", dest="what", required=True)
+    engine = subjects.add_parser(
+        "engine",
+        help="the hook's cost per routing event, and each way of reading against serial",
+        description="Measure on the shipped text, everything interleaved in one process: the hook's time beside "
+        "a plain decode with everything resident, and read wait under overlap and look-ahead against serial.",
+        allow_abbrev=False,
+    )
+    engine.add_argument("--model", metavar="GGUF", help="left out, the embedded model")
+    engine.add_argument(
+        "--tokens", type=whole_number(16), default=128, metavar="N", help="tokens in each pass (default 128)"
+    )
+    engine.add_argument(
+        "--repeats", type=whole_number(1), default=4, metavar="N", help="passes of each cell (default 4)"
+    )
+    engine.add_argument("--lanes", type=whole_number(1, 8), default=4, metavar="N", help="reader lanes")
+    engine.add_argument("--threads", type=whole_number(1), metavar="N", help="compute threads of the engine")
+    add_json(engine)
+    engine.add_argument(
+        "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of a failure"
+    )
+    engine.set_defaults(run=_engine)
+
+
+def _engine(args: argparse.Namespace) -> None:
+    from simlab.judge.bench_engine import bench_engine
+
+    model = Path(args.model) if args.model is not None else None
+    if model is not None and not model.is_file():
+        raise InputError(f"--model {model}: no such file")
+    with Progress("bench engine") as progress:
+        found = bench_engine(
+            model,
+            n_tokens=args.tokens,
+            repeats=args.repeats,
+            progress=progress,
+            lanes=args.lanes,
+            n_threads=args.threads,
+        )
+    if args.json:
+        print_json(found)
+    else:
+        print(report(found))
+
+
+def _between(measured: dict[str, Any], form: str = ".1f") -> str:
+    """A value and its interval in one word."""
+    low, high = measured["interval"]
+    return f"{measured['value']:{form}}[{low:{form}}..{high:{form}}]"
+
+
+def _number(value: float | None, form: str = ".1f") -> str:
+    return "-" if value is None else format(value, form)
+
+
+def report(found: dict[str, Any]) -> str:
+    """The bench for reading: medians with 95 % intervals, times in microseconds per routing event."""
+    asking, target = found["asking"], found["target_us"]
+    head = (
+        f"{found['model']}: {found['n_expert']} experts, top {found['n_expert_used']}, {found['n_moe_layers']} MoE "
+        f"layers; {found['tokens']} tokens, {found['repeats']} passes"
+    )
+    hook = [
+        ["route", "budget", "recording", "observed us", "least", "release us", "callback us", "total us",
+         "of plain step", "misses", "writing us"]
+    ]  # fmt: skip
+    for row in found["hook"]:
+        hook.append(
+            [
+                row["route"],
+                row["budget"],
+                "yes" if row["recording"] else "no",
+                _between(row["observed_us"]),
+                _number(row["least_us"]),
+                _number(row["release_us"]),
+                _between(asking["callback_us"]),
+                _number(row["total_us"]),
+                f"{100 * row['share_of_plain_step']:.0f}%",
+                _number(row["misses_per_event"]),
+                _number(row["writing_us"]),
+            ]
+        )
+    reads = [
+        ["mode", "wait ms/token", "wait ratio", "tok/s", "tok/s ratio", "issued MiB", "useful", "wasted"]
+    ]
+    for row in found["reads"]:
+        mib = [_number(row[f"{name}_bytes"] / 2**20, ".2f") for name in ("issued", "useful", "wasted")]
+        reads.append(
+            [
+                row["mode"],
+                _number(row["read_wait_ms_per_token"], ".2f"),
+                _between(row["read_wait_ratio"], ".3f"),
+                _number(row["tok_s"]),
+                _between(row["tok_s_ratio"], ".3f"),
+                *mib,
+            ]
+        )
+    return "\n".join(
+        [
+            head,
+            "",
+            "The hook, reads excluded, per routing event (one MoE layer of one token); median [95 % interval]"
+            + (f"; target {target:.0f} us" if target else ""),
+            align(hook),
+            f"callback: asked about {asking['nodes_per_event']:.0f} nodes, {_between(asking['declining_us'])} us if it "
+            f"declines them all; a plain decode step takes {_between(asking['plain_step_us'], '.0f')} us",
+            "",
+            f"Reading at a budget of {found['reads'][0]['budget_bytes'] / 2**20:.2f} MiB (25 %), original routing, "
+            "logits identical to serial; ratio [95 % interval]",
+            align(reads),
+        ]
+    )
