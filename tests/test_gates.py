@@ -283,3 +283,8 @@ def test_a_short_context_and_a_mute_vocabulary_are_refused(monkeypatch: pytest.M
     monkeypatch.setattr(gates.Llama, "ends_generation", lambda *_: True)
     with pytest.raises(gates.RunError, match="tokens writes text"):
         run_gates(n_threads=1)
+
+
+def test_gates_refuse_a_prefetch_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gates", "--prefetch", "next_gate:K=4"]) == 2
+    assert capsys.readouterr().err.startswith("simlab: error: --prefetch: G5a and G5b")
