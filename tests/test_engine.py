@@ -12,15 +12,16 @@ import pytest
 from live import TEXT, THREADS, cell_of, plain_logits, record, streamed_logits
 
 from simlab.errors import InputError, RunError, SimlabWarning
-from simlab.record import ggml, hook
+from simlab.record import ggml, hook, machine
 from simlab.record.engine import EMBEDDED_MODEL, Engine
 from simlab.record.gguf import read_gguf
 from simlab.record.llama import log_probability
 from simlab.record.plan import text_graphs
 from simlab.record.reads import ReadLanes, Slice, page_window
 from simlab.record.recorder import Recorder
+from simlab.replay.run import replay
 from simlab.trace.store import TraceWriter, open_trace
-from simlab.types import DECODE, PREFILL
+from simlab.types import DECODE, PREFILL, TraceHeader
 
 N_TOKENS = 72
 
@@ -297,6 +298,46 @@ def test_a_failed_read_ends_the_session(engine, tokens, monkeypatch):
             engine.score(tokens)
     with pytest.raises(RunError, match="no session is open"):
         engine.score(tokens)
+
+
+def test_a_read_error_leaves_what_was_recorded_readable(engine, tokens, monkeypatch, tmp_path):
+    real, reads = ReadLanes.read, []
+
+    def wears_out(lanes, slices):
+        reads.append(len(slices))
+        if len(reads) > 100:
+            raise RunError(
+                "experts.gguf: reading 4096 bytes at offset 8192 failed: Input/output error (errno 5)"
+            )
+        return real(lanes, slices)
+
+    monkeypatch.setattr(ReadLanes, "read", wears_out)
+    cell = cell_of("1.2cycles", "substitute:L=0.15")
+    with pytest.raises(RunError, match=r"offset 8192 .*errno 5"):
+        engine.record_text(tokens, cell, tmp_path / "broken.trace")
+    with pytest.warns(SimlabWarning, match="did not finish"):
+        trace = open_trace(tmp_path / "broken.trace")
+    recorded = trace.tokens.collect()
+    assert 0 < recorded.height < N_TOKENS - 8
+    assert trace.routing.filter(phase=DECODE).collect().height == 8 * recorded.filter(phase=DECODE).height
+    assert replay(trace, cell).all.hits == recorded["hits"].sum()
+
+
+@pytest.mark.parametrize(
+    ("available_mib", "experts_mib", "expected_mib"),
+    [
+        (20_000, 12, 12),  # everything fits
+        (20_000, 16_000, 20_000 - 100 - 1536),  # what memory leaves, less dense bytes and the reserve
+        (2_000, 16_000, 1500),  # never under the floor
+        (2_000, 700, 700),  # nor over all there is
+    ],
+)
+def test_the_automatic_budget_by_hand(monkeypatch, available_mib, experts_mib, expected_mib):
+    mib = 1 << 20
+    monkeypatch.setattr(machine, "available_memory_bytes", lambda: available_mib * mib)
+    header = TraceHeader("m", "a", 1, 10, 2, None, None, None, {0: experts_mib * mib // 10})
+    expected = min(expected_mib * mib, header.expert_bytes)
+    assert machine.auto_budget(header, 100 * mib).total_bytes == expected
 
 
 def test_an_exception_in_the_asking_path_ends_the_decode(engine, tokens, monkeypatch):
