@@ -77,7 +77,7 @@ def report(found: dict[str, Any]) -> str:
         f"layers; {found['tokens']} tokens, {found['repeats']} passes"
     )
     hook = [
-        ["route", "budget", "recording", "observed us", "least", "release us", "callback us", "total us",
+        ["route", "budget", "recording", "observed us", "all passes", "release us", "callback us", "total us",
          "of plain step", "misses", "writing us"]
     ]  # fmt: skip
     for row in found["hook"]:
@@ -87,7 +87,7 @@ def report(found: dict[str, Any]) -> str:
                 row["budget"],
                 "yes" if row["recording"] else "no",
                 _between(row["observed_us"]),
-                _number(row["least_us"]),
+                _number(row["all_passes_us"]),
                 _number(row["release_us"]),
                 _between(asking["callback_us"]),
                 _number(row["total_us"]),

@@ -34,7 +34,8 @@ from simlab.types import DECODE, TraceHeader
 NODE_PREFIX = b"ffn_moe_"
 """What the names of all nodes the hook stops at begin with."""
 _MARK_OFFSET = NAME_OFFSET + len(NODE_PREFIX)
-_ADDRESS_SPACE = 1 << 47
+_SECOND_PLACE = 14
+_ADDRESS_SPACE = 1 << 48
 
 
 class RoutingEvent(NamedTuple):
@@ -93,8 +94,8 @@ class HasHook(Protocol):
 def node_callback(nodes: frozenset[str], holder: HasHook) -> EvalCallback:
     """The eval callback of a context: asks for these nodes and hands them to the session's hook.
 
-    llama.cpp calls it for every node of every graph: most are told apart by the one byte of their name that
-    follows the prefix, read through a view of the whole address space, at a fifth of the price of the name.
+    llama.cpp calls it for every node of every graph: most are told apart by one or two bytes of their name,
+    read through a view of the whole address space, at a fifth of the price of the name.
     """
 
     class Wanted(dict[bytes, bool]):
@@ -103,14 +104,20 @@ def node_callback(nodes: frozenset[str], holder: HasHook) -> EvalCallback:
             return self[name]
 
     wanted = Wanted()
-    marks = frozenset(name.encode()[len(NODE_PREFIX)] for name in nodes)
+    # With its final NUL every name reaches the second place looked at, which tells `weights` from `weighted`.
+    names = [name.encode() + b"\0" for name in nodes if name.encode().startswith(NODE_PREFIX)]
+    first = frozenset(name[len(NODE_PREFIX)] for name in names)
+    place = min([len(name) - 1 for name in names] + [_SECOND_PLACE])
+    second, second_offset = frozenset(name[place] for name in names), NAME_OFFSET + place
     memory_bytes = memoryview((ctypes.c_char * _ADDRESS_SPACE).from_address(0)).cast("B")
 
     def on_node(pointer: int, ask: bool, _user: object) -> bool:
         try:
             if ask:
                 return (
-                    memory_bytes[pointer + _MARK_OFFSET] in marks and wanted[string_at(pointer + NAME_OFFSET)]
+                    memory_bytes[pointer + _MARK_OFFSET] in first
+                    and memory_bytes[pointer + second_offset] in second
+                    and wanted[string_at(pointer + NAME_OFFSET)]
                 )
             hook = holder.hook
             return hook is None or hook.observe(pointer)
@@ -212,7 +219,9 @@ class Hook:
         self._pending = _Pending(view.layer, at, view.ids, scores, router, experts)
 
     def _read_gate(self, pointer: int, _layer: int) -> None:
-        """Copy the gate probabilities the weights are gathered from, while their buffer is surely alive."""
+        """For a recording: copy the gate probabilities the weights come from, while their buffer is surely alive."""
+        if self.on_batch is None:
+            return
         gathered = Tensor.from_address(pointer)
         source, n_expert = Tensor.from_address(gathered.src[0]), self._header.n_expert
         self._gate = rows_of(source, n_expert, gathered.ne[2], 4 * n_expert, np.float32).copy()
