@@ -6,8 +6,8 @@ row is a scalar. Several rows (a wide graph) come as `[n_expert, rows]`.
 
 from __future__ import annotations
 
-from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,27 +19,6 @@ from simlab.types import Array, Candidates, Route, Row, ScoreSpace, Step, Weight
 
 _MINUS_INFINITY = np.float32("-inf")
 _NO_SCORE = np.float32(0)
-
-
-def _one_row_numpy() -> ModuleType:
-    """NumPy for policies on one row: its `where` on scalars is a choice between them, not the making of an array."""
-    module = ModuleType("numpy")
-    vars(module).update(vars(np))
-
-    def where(condition: Any, *values: Any) -> Any:
-        if (
-            type(condition) is np.bool_
-            and len(values) == 2
-            and type(values[0]) is type(values[1]) is np.float32
-        ):
-            return values[0] if condition else values[1]
-        return np.where(condition, *values)
-
-    vars(module)["where"] = where
-    return module
-
-
-_ROW_NP = _one_row_numpy()
 
 
 class LiveRerouted(NamedTuple):
@@ -157,7 +136,7 @@ class LiveRoute:
         state: dict,
     ) -> LiveRerouted:
         """`simlab.routing.rerank` on one row whose slots all exist, which is every decode step, for less."""
-        choice, new_state = decide(_ROW_NP, step, candidates, row, state, knobs)
+        choice, new_state = decide(np, step, candidates, row, state, knobs)
         self._states["rerank"][int(row.layer)] = new_state
         if not choice.active:
             return LiveRerouted(router, 0, 0)
@@ -337,7 +316,7 @@ class LiveRoute:
             return None
         slots = Candidates(self._no_slots, at_slots, self._slots, resident[at_slots], weight)
         row = self._row(layer, None, resident, 1)
-        choice, new_state = decide(_ROW_NP, step, slots, row, self._states["drop"][layer], knobs)
+        choice, new_state = decide(np, step, slots, row, self._states["drop"][layer], knobs)
         self._states["drop"][layer] = new_state
         flags = choice.drop.tolist()
         flags[top] = False
