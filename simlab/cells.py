@@ -182,7 +182,8 @@ def build_cells(
         steps.sort(key=lambda s: _STAGE_ORDER.index(s.policy.stage))
         route = Route(tuple(steps)) if steps else parse_route("original")
         check_cache(route, budget)
-        found.append(Cell(route, budget, evict, {}, scope))
+        # Experts of its own for each layer are a cache per layer, whatever the scope was said to be.
+        found.append(Cell(route, budget, evict, {}, "per_layer" if budget.kind == "per_layer" else scope))
     if len(set(map(_identity, found))) < len(found):
         found = list({_identity(c): c for c in found}.values())
     return found

@@ -173,7 +173,7 @@ def recorded_route(header: TraceHeader) -> str:
     """
     parts = []
     for name in (header.route or "original").split("+"):
-        _refuse_file("--route", name)
+        _refuse_file("--route", name, header)
         policy = find_routing(name)
         knobs = {k: header.knobs.get(f"{name}.{k}", header.knobs.get(k)) for k in policy.knobs}
         if None in knobs.values():
@@ -188,17 +188,19 @@ def recorded_evict(header: TraceHeader) -> str:
     Raises:
         InputError: it was a user's file, which the trace does not carry.
     """
-    _refuse_file("--evict", header.evict or "")
+    _refuse_file("--evict", header.evict or "", header)
     return header.evict or "lru"
 
 
-def _refuse_file(option: str, name: str) -> None:
+def _refuse_file(option: str, name: str, header: TraceHeader) -> None:
     """Refuse a recorded policy that was a user's file, `policy@file.py` or `file.py`: no trace names code to run."""
     file = name.rpartition("@")[2]
     if file.endswith(".py"):
+        own = {k.removeprefix(f"{name}."): v for k, v in header.knobs.items()} if option == "--route" else {}
+        knobs = ":" + ",".join(f"{k}={v:g}" for k, v in own.items()) if own else ""
         raise InputError(
             f"the trace was recorded under a policy file, {file}, which it does not carry; "
-            f"give that file with {option}"
+            f"give that file with {option} {file}{knobs}"
         )
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 LIVE_FIELDS = ("tok_s", "wall_ms_per_token", "read_wait_ms_per_token", "ppl", "nll")
 _SHOW_AFTER_S = 2.0
 _REDRAW_S = 0.25
+_LINE_S = 20.0
 
 
 def json_value(value: Any) -> Any:
@@ -177,13 +178,21 @@ def _polars_errors() -> tuple[type[Exception], ...]:
     return (polars.exceptions.PolarsError,) if polars else ()
 
 
+def say_written(path: Path) -> None:
+    """Name a file that was asked for, on stderr."""
+    print(f"simlab: wrote {path}", file=sys.stderr)
+
+
 def write_frame(path: Path, frame: pl.DataFrame) -> None:
     """Write a frame as parquet or CSV, by the name's ending."""
     write_whole(path, lambda p: frame.write_csv(p) if path.suffix == ".csv" else frame.write_parquet(p))
 
 
 class Progress:
-    """A line on stderr with the share done and the time left, for runs over two seconds on a terminal."""
+    """The share done and the time left on stderr, for runs over two seconds.
+
+    One line that is drawn again and again on a terminal, now and then a line of its own elsewhere.
+    """
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -194,10 +203,15 @@ class Progress:
         """Say that this share (0 to 1) of the work is done."""
         now = time.monotonic()
         spent = now - self._start
-        if not sys.stderr.isatty() or spent < _SHOW_AFTER_S or now - self._drawn < _REDRAW_S or fraction <= 0:
+        terminal = sys.stderr.isatty()
+        pause = _REDRAW_S if terminal else _LINE_S
+        if spent < _SHOW_AFTER_S or now - self._drawn < pause or fraction <= 0:
             return
         self._drawn = now
         text = f"{self._what}: {100 * fraction:.0f} %, about {spent / fraction - spent:.0f} s left"
+        if not terminal:
+            print(f"simlab: {text}", file=sys.stderr, flush=True)
+            return
         sys.stderr.write("\r" + text.ljust(self._width))
         sys.stderr.flush()
         self._width = len(text)

@@ -19,6 +19,7 @@ from simlab.cli.output import (
     cells_to_frame,
     frame_table,
     print_json,
+    say_written,
     table,
     write_frame,
     write_whole,
@@ -85,6 +86,7 @@ def _replay(args: argparse.Namespace) -> None:
         by = {"layer": by_layer, "token": by_token}[args.by](result) if args.by else None
         if slots_path is not None:
             write_frame(slots_path, result.slots)
+            say_written(slots_path)
     if args.json:
         print_json(cell_to_json(numbers) | ({f"by_{args.by}": by.to_dicts()} if by is not None else {}))
         return
@@ -106,10 +108,12 @@ def _sweep(args: argparse.Namespace) -> None:
         numbers = sweep(trace, cells, progress=progress)
     if out is not None:
         write_frame(out, cells_to_frame(numbers))
+        say_written(out)
     if chart is not None:
         from simlab.judge.charts import write_sweep_chart
 
         write_whole(chart, lambda path: write_sweep_chart(path, numbers, trace))
+        say_written(chart)
     if args.json:
         print_json([cell_to_json(n) for n in numbers])
     else:
