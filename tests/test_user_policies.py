@@ -378,9 +378,10 @@ def test_a_width_too_large_names_what_asked_for_it(half, capsys, command, extra,
 
 
 def test_a_replay_of_a_users_policy_asks_for_its_file(half, capsys):
-    Path("mine.py").write_text(HEAD + rerank_of(CHOICE))
-    Path("keep.py").write_text(HEAD + evict_of("return state['n']", COUNTING))
-    for option, file in (("--route", "mine.py"), ("--evict", "keep.py")):
+    # Names of their own: two files of one name in a process are told apart by their folders.
+    Path("once_recorded.py").write_text(HEAD + rerank_of(CHOICE))
+    Path("once_kept.py").write_text(HEAD + evict_of("return state['n']", COUNTING))
+    for option, file in (("--route", "once_recorded.py"), ("--evict", "once_kept.py")):
         assert main(["record", "--out", "t.trace", "--force", *half, option, file]) == 0
         capsys.readouterr()
         assert main(["replay", "t.trace"]) == 2
