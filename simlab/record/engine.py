@@ -413,7 +413,7 @@ class Engine:
         if recorder is not None:
             positions = range(plan.first_position, plan.first_position + len(tokens))
             recorder.end_graph(
-                GraphPlace(plan.turn, self._graph, plan.phase, positions, tokens, plan.wants_output),
+                GraphPlace(plan.turn, self._graph, plan.phase, positions, tokens),
                 hook.tally,
                 wall_ns=wall_ns,
                 compute_ns=decode_ns - hook.tally.hook_ns,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -139,14 +139,6 @@ def engine_version() -> str:
     """llama-cpp-python and ggml versions, for headers and messages."""
     base, _ = libraries()
     return f"llama-cpp-python {version('llama-cpp-python')}, ggml {base.ggml_version().decode()}"
-
-
-def installed_version() -> str | None:
-    """llama-cpp-python's version, or None where the engine extra is not installed."""
-    try:
-        return version("llama-cpp-python")
-    except PackageNotFoundError:
-        return None
 
 
 @cache

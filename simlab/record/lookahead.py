@@ -78,11 +78,6 @@ class LookAhead:
         if spec.kind == "next_gate":
             self._gates = {layers.index(layer): _gate_weights(layer, p) for layer, p in gates.items()}
 
-    @property
-    def wants_inputs(self) -> bool:
-        """Whether it needs the router's input of every layer."""
-        return self.spec.kind == "next_gate"
-
     def see_input(self, at: int, x: np.ndarray) -> None:
         """The router's input float32 `[n_embd]` at a layer: predict and read the next layer's experts."""
         gate = self._gates.get(at + 1)

@@ -25,7 +25,6 @@ class GraphPlace:
     phase: int
     positions: Sequence[int]
     tokens: Sequence[int]
-    output_last: bool
 
 
 class Recorder:
