@@ -210,14 +210,14 @@ def rerank(
 
 def drop(
     xp: Any,
-    step: Step | None,
-    knobs: SimpleNamespace | None,
+    step: Step,
+    knobs: SimpleNamespace,
     slots: Candidates,
     row: Row,
     armed: Array,
     state: Any,
 ) -> Dropped:
-    """Run a drop policy on the slots of rows; with no step, find the top slot and drop nothing.
+    """Run a drop policy on the slots of rows; the first slot of the largest weight is never dropped.
 
     `slots` has shape `[K, ...]`, expert -1 where a slot does not exist; weights of such slots are ignored.
     """
@@ -225,8 +225,6 @@ def drop(
     weight = xp.where(exists, slots.weight, xp.float32("-inf"))
     top_slot = xp.argmax(weight, axis=0)
     slot = xp.arange(weight.shape[0]).reshape((-1,) + (1,) * (weight.ndim - 1))
-    if step is None or knobs is None:
-        return Dropped(xp.zeros_like(exists), slots.expert, top_slot, state)
     choice, new_state = decide(xp, step, slots, row, state, knobs)
     dropped = choice.drop & exists & armed & (slot != top_slot)
     top_expert = xp.take_along_axis(slots.expert, top_slot[None], axis=0)[0]
@@ -235,8 +233,8 @@ def drop(
     return Dropped(dropped, walk, top_slot, state)
 
 
-def drop_armed(xp: Any, step: Step | None, knobs: SimpleNamespace | None, decode: Array) -> Array:
+def drop_armed(xp: Any, step: Step, knobs: SimpleNamespace, decode: Array) -> Array:
     """Rows a drop step acts on: decode graphs, and prefill ones where its `prefill` knob asks for it."""
-    if step is None or "prefill" not in step.policy.knobs or knobs is None:
+    if "prefill" not in step.policy.knobs:
         return decode
     return decode | (knobs.prefill > 0)
