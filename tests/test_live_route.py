@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from simlab.cells import parse_route
 from simlab.errors import RunError
 from simlab.record.live_route import LiveRoute
+from simlab.record.one_row import after_drop, best_of, finite_values
+from simlab.routing import take_top
 from simlab.types import WeightRule
 
 N_EXPERT, K = 10, 3
@@ -75,3 +77,56 @@ def test_a_nan_weight_is_refused():
             np.zeros(N_EXPERT, dtype=bool),
             decode=True,
         )
+
+
+values = st.lists(
+    st.sampled_from([0.0, -0.0, 0.25, 1.0, 1.0000001, 7.0, float("-inf"), float("nan")]),
+    min_size=4,
+    max_size=12,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(row=values, k=st.integers(1, 4), data=st.data())
+def test_the_best_of_a_row_are_those_of_take_top(row, k, data):
+    value = np.array(row, dtype=np.float32)
+    experts = np.arange(len(value), dtype=np.int32)
+    router = np.array(data.draw(st.permutations(range(len(value))))[:k], dtype=np.int32)
+    best = np.empty(k, dtype=np.int32)
+    n_new = best_of(value, router, np.empty_like(value), best)
+    expected = take_top(np, value, 0, experts, k).tolist()
+    assert best.tolist() == expected
+    assert n_new == len(set(expected) - set(router.tolist()))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    row=st.lists(st.floats(0, 1, width=32), min_size=2, max_size=8),
+    data=st.data(),
+    renorm=st.sampled_from([0, 1]),
+)
+def test_what_follows_a_drop_is_the_same_for_one_row(row, data, renorm):
+    weight = np.array(row, dtype=np.float32)
+    top = int(weight.argmax())
+    dropped = np.array(data.draw(st.lists(st.booleans(), min_size=len(row), max_size=len(row))))
+    dropped[top] = False
+    experts = np.arange(len(row), dtype=np.int32)[::-1].copy()
+    walk, applied = np.empty_like(experts), np.empty_like(weight)
+    after_drop(weight, experts, dropped, top, bool(renorm), walk, applied)
+    assert walk.tolist() == np.where(dropped, experts[top], experts).tolist()
+    expected = np.where(dropped, np.float32(0), weight)
+    if renorm and dropped.any() and expected.sum() > 0:
+        total, kept = np.add.accumulate(weight)[-1], np.add.accumulate(expected)[-1]
+        expected = expected * np.float32(total / kept)
+    assert applied.tobytes() == expected.tobytes()
+
+
+@settings(max_examples=200, deadline=None)
+@given(row=scores)
+def test_finite_rows_are_told_apart_and_measured(row):
+    ranked = np.array(row, dtype=np.float32)
+    found, ends = np.empty_like(ranked), np.empty(2, dtype=np.float32)
+    assert finite_values(ranked, found, ends) == np.isfinite(ranked).all()
+    if np.isfinite(ranked).all():
+        assert found.tolist() == ranked.tolist()
+        assert ends.tolist() == [ranked.max(), ranked.min()]

@@ -77,8 +77,8 @@ def report(found: dict[str, Any]) -> str:
         f"layers; {found['tokens']} tokens, {found['repeats']} passes"
     )
     hook = [
-        ["route", "budget", "recording", "observed us", "all passes", "release us", "callback us", "total us",
-         "of plain step", "misses", "writing us"]
+        ["route", "budget", "recording", "observed us", "all passes", "release us", "callback us", "writing us",
+         "total us", "of plain step", "misses"]
     ]  # fmt: skip
     for row in found["hook"]:
         hook.append(
@@ -90,10 +90,10 @@ def report(found: dict[str, Any]) -> str:
                 _number(row["all_passes_us"]),
                 _number(row["release_us"]),
                 _between(asking["callback_us"]),
+                _number(row["writing_us"]),
                 _number(row["total_us"]),
                 f"{100 * row['share_of_plain_step']:.0f}%",
                 _number(row["misses_per_event"]),
-                _number(row["writing_us"]),
             ]
         )
     reads = [

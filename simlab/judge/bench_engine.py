@@ -20,9 +20,10 @@ import numpy as np
 from simlab.cells import build_cells, resolve_budget
 from simlab.errors import InputError, RunError
 from simlab.judge.stats import BLOCK_TOKENS, Interval, block_bootstrap_mean
+from simlab.record.asking import NodeFilter
 from simlab.record.discovery import Discovery
 from simlab.record.engine import EMBEDDED_MODEL, Engine, GraphResult
-from simlab.record.hook import Hook, RoutingEvent, node_callback
+from simlab.record.hook import Hook, RoutingEvent, node_observer
 from simlab.record.llama import EvalCallback, Llama
 from simlab.record.reads import FinishedRead
 from simlab.record.recorder import Recorder
@@ -93,7 +94,7 @@ def bench_engine(
     asking = _asking(path, tokens, repeats, n_layers, lambda share: say(0.4 + 0.2 * share))
     rows = []
     for cost in hooks:
-        total = cost["observed_us"]["value"] + asking["callback_us"]["value"]
+        total = cost["observed_us"]["value"] + asking["callback_us"]["value"] + (cost["writing_us"] or 0.0)
         share = total * n_layers / asking["plain_step_us"]["value"]
         rows.append(cost | {"total_us": total, "share_of_plain_step": share})
     return {
@@ -113,17 +114,37 @@ def bench_engine(
 # -- the hook's own cost -------------------------------------------------------------------------------------
 
 
-class _TimedRecorder(Recorder):
-    """Measures what is written down between graphs, outside the hook."""
+class _TimedWriter(TraceWriter):
+    """Measures how long the files of the parts take."""
 
-    def __init__(self, writer: TraceWriter) -> None:
+    flush_ns = 0
+
+    def flush(self) -> None:
+        began = time.perf_counter_ns()
+        super().flush()
+        self.flush_ns += time.perf_counter_ns() - began
+
+
+class _TimedRecorder(Recorder):
+    """Measures what turning events into columns takes, between graphs; the files of a part are counted apart."""
+
+    def __init__(self, writer: _TimedWriter) -> None:
         super().__init__(writer)
-        self.writing_ns: list[int] = []
+        self._timed_writer = writer
+        self.writing_ns = 0
 
     def end_graph(self, *args: Any, **named: Any) -> None:
-        began = time.perf_counter_ns()
+        began, flushed_ns, counted_ns = time.perf_counter_ns(), self._timed_writer.flush_ns, self.writing_ns
         super().end_graph(*args, **named)
-        self.writing_ns.append(time.perf_counter_ns() - began)
+        spent = time.perf_counter_ns() - began - (self._timed_writer.flush_ns - flushed_ns)
+        # A flush it set off has counted itself.
+        self.writing_ns = counted_ns + spent
+
+    def flush(self) -> None:
+        before, began = self._timed_writer.flush_ns, time.perf_counter_ns()
+        super().flush()
+        in_files = self._timed_writer.flush_ns - before
+        self.writing_ns += time.perf_counter_ns() - began - in_files
 
 
 def _there_and_back(n: int, repeats: int) -> Iterator[int]:
@@ -136,7 +157,7 @@ def _hook_costs(engine: Engine, tokens: Sequence[int], repeats: int, say: Progre
     """Cost of the observed nodes per routing event, for each route, cache size, and recording or not."""
     settings = [(r, b, recorded) for r in ROUTES for b in (WARM, TIGHT) for recorded in (False, True)]
     samples: list[list[np.ndarray]] = [[] for _ in settings]
-    writing: list[list[int]] = [[] for _ in settings]
+    writing: list[list[float]] = [[] for _ in settings]
     releases: list[list[np.ndarray]] = [[] for _ in settings]
     counts = [dict.fromkeys(("evictions", "misses", "substituted", "dropped"), 0) for _ in settings]
     n_layers = len(engine.header().moe_layers)
@@ -169,7 +190,7 @@ def _hook_costs(engine: Engine, tokens: Sequence[int], repeats: int, say: Progre
                 "observed_us": _median(best).to_json(),
                 "all_passes_us": float(np.median(np.concatenate(values))) if n else None,
                 "release_us": float(np.median(np.concatenate(released))) if released else None,
-                "writing_us": statistics.median(written) / n_layers / 1e3 if written else None,
+                "writing_us": statistics.median(written) if written else None,
                 "graphs": n,
                 **{f"{name}_per_event": count / max(n * n_layers, 1) for name, count in counted.items()},
             }
@@ -178,7 +199,7 @@ def _hook_costs(engine: Engine, tokens: Sequence[int], repeats: int, say: Progre
 
 
 def _pass(
-    engine: Engine, tokens: Sequence[int], cell: Cell, recorded: bool, writing_ns: list[int]
+    engine: Engine, tokens: Sequence[int], cell: Cell, recorded: bool, writing_us: list[float]
 ) -> list[GraphResult]:
     """Decode the text once under a cell; with the whole model in the cache, once more before to warm it."""
     engine.start(cell)
@@ -188,11 +209,11 @@ def _pass(
         return engine.score(tokens)
     with tempfile.TemporaryDirectory() as folder:
         width = engine.header().n_expert_used
-        with TraceWriter(Path(folder) / "trace", engine.header(cell), width) as writer:
+        with _TimedWriter(Path(folder) / "trace", engine.header(cell), width) as writer:
             recorder = _TimedRecorder(writer)
             results = engine.score(tokens, recorder)
             recorder.flush()
-    writing_ns += [ns for ns, r in zip(recorder.writing_ns, results, strict=True) if r.plan.phase == DECODE]
+    writing_us.append(recorder.writing_ns / (len(results) * len(engine.header().moe_layers)) / 1e3)
     return results
 
 
@@ -217,7 +238,7 @@ def _asking(path: Path, tokens: Sequence[int], repeats: int, n_layers: int, say:
     discovery = Discovery(path.name)
     with ExitStack() as open_models:
 
-        def opened(callback: EvalCallback | None) -> Llama:
+        def opened(callback: EvalCallback | NodeFilter | None) -> Llama:
             llama = Llama(path, n_threads=1, on_node=callback)
             open_models.callback(llama.close)
             return llama
@@ -233,8 +254,8 @@ def _asking(path: Path, tokens: Sequence[int], repeats: int, n_layers: int, say:
         n_nodes = counted[0] // 2
         models = [
             opened(None),
-            opened(node_callback(strangers, _NoHook())),
-            opened(node_callback(nodes, _NoHook())),
+            opened(NodeFilter(strangers, node_observer(_NoHook()))),
+            opened(NodeFilter(nodes, node_observer(_NoHook()))),
         ]
         spent: list[np.ndarray] = []
         for repeat in range(repeats):

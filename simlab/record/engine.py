@@ -18,12 +18,13 @@ import numpy as np
 from simlab.cells import effective_k, parse_budget, resolve_budget
 from simlab.errors import InputError, RunError, SimlabWarning
 from simlab.policy import find_eviction
+from simlab.record.asking import NodeFilter
 from simlab.record.cache import LiveCache
 from simlab.record.discovery import Discovery
 from simlab.record.experts import ExpertMemory
 from simlab.record.ggml import check_layout, engine_version
 from simlab.record.gguf import read_gguf
-from simlab.record.hook import NODE_PREFIX, GraphTally, Hook, node_callback
+from simlab.record.hook import NODE_PREFIX, GraphTally, Hook, node_observer
 from simlab.record.interrupts import DeferredInterrupt
 from simlab.record.live_route import LiveRoute
 from simlab.record.llama import Llama, log_probability
@@ -117,7 +118,7 @@ class Engine:
             inputs = self.prefetch is not None and self.prefetch.kind == "next_gate"
             if inputs and not self.routing.gates:
                 raise InputError(f"--prefetch: {self.gguf.path.name} has no router node to look ahead from")
-            self._llama.open_context(node_callback(self.routing.nodes(late, inputs), self))
+            self._llama.open_context(NodeFilter(self.routing.nodes(late, inputs), node_observer(self)))
             self._experts = ExpertMemory(self.gguf, self.routing.experts)
             self._lanes = ReadLanes(self.gguf.files, lanes, not buffered, background=late)
             if self.prefetch is not None:

@@ -10,7 +10,6 @@ Rules: engine-semantics, sections 1 to 3.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import time
 from collections.abc import Callable, Sequence
 from ctypes import string_at
@@ -20,22 +19,19 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from simlab.errors import RunError
+from simlab.record.asking import Observer
 from simlab.record.cache import LiveCache
 from simlab.record.discovery import Routing
 from simlab.record.experts import ExpertMemory
 from simlab.record.ggml import F32, NAME_OFFSET, Tensor, rows_of
 from simlab.record.live_route import LiveRoute
-from simlab.record.llama import EvalCallback
 from simlab.record.lookahead import LookAhead
 from simlab.record.reads import FinishedRead, PendingReads, ReadLanes
 from simlab.record.views import NodeViews
 from simlab.types import DECODE, TraceHeader
 
 NODE_PREFIX = b"ffn_moe_"
-"""What the names of all nodes the hook stops at begin with."""
-_MARK_OFFSET = NAME_OFFSET + len(NODE_PREFIX)
-_SECOND_PLACE = 14
-_ADDRESS_SPACE = 1 << 48
+"""What the names of the nodes of an expert layer begin with."""
 
 
 class RoutingEvent(NamedTuple):
@@ -91,40 +87,17 @@ class HasHook(Protocol):
     hook: Hook | None
 
 
-def node_callback(nodes: frozenset[str], holder: HasHook) -> EvalCallback:
-    """The eval callback of a context: asks for these nodes and hands them to the session's hook.
+def node_observer(holder: HasHook) -> Observer:
+    """Hands each computed node to the session's hook; where there is none, the graph goes on."""
 
-    llama.cpp calls it for every node of every graph: most are told apart by one or two bytes of their name,
-    read through a view of the whole address space, at a fifth of the price of the name.
-    """
-
-    class Wanted(dict[bytes, bool]):
-        def __missing__(self, name: bytes) -> bool:
-            self[name] = name.decode(errors="replace") in nodes
-            return self[name]
-
-    wanted = Wanted()
-    # With its final NUL every name reaches the second place looked at, which tells `weights` from `weighted`.
-    names = [name.encode() + b"\0" for name in nodes if name.encode().startswith(NODE_PREFIX)]
-    first = frozenset(name[len(NODE_PREFIX)] for name in names)
-    place = min([len(name) - 1 for name in names] + [_SECOND_PLACE])
-    second, second_offset = frozenset(name[place] for name in names), NAME_OFFSET + place
-    memory_bytes = memoryview((ctypes.c_char * _ADDRESS_SPACE).from_address(0)).cast("B")
-
-    def on_node(pointer: int, ask: bool, _user: object) -> bool:
+    def on_node(pointer: int) -> bool:
         try:
-            if ask:
-                return (
-                    memory_bytes[pointer + _MARK_OFFSET] in first
-                    and memory_bytes[pointer + second_offset] in second
-                    and wanted[string_at(pointer + NAME_OFFSET)]
-                )
             hook = holder.hook
             return hook is None or hook.observe(pointer)
         except BaseException as error:  # must not cross the C frames above, and must not go unseen
             if holder.hook is not None:
                 holder.hook.error = error
-            return not ask
+            return False
 
     return on_node
 

@@ -13,11 +13,11 @@ import numpy as np
 
 from simlab.errors import RunError
 from simlab.policy import check_policy
+from simlab.record.one_row import after_drop, best_of, finite_values
 from simlab.routing import decide, drop, drop_armed, knob_values, rerank, take_top
 from simlab.scores import applied_weights, gate_numerators, ranking_values, router_ranking, row_statistics
 from simlab.types import Array, Candidates, Route, Row, ScoreSpace, Step, WeightRule
 
-_MINUS_INFINITY = np.float32("-inf")
 _NO_SCORE = np.float32(0)
 
 
@@ -68,8 +68,10 @@ class LiveRoute:
         self._no_rank = np.zeros(n_expert, dtype=np.int32)
         self._layer_ids = [np.int32(i) for i in range(n_layers)]
         self._slots, self._no_slots = np.arange(k, dtype=np.int32), np.zeros(k, dtype=np.float32)
-        self._values, self._buffer = np.zeros((2, n_expert), dtype=np.float32)
+        self._values, self._left = np.zeros((2, n_expert), dtype=np.float32)
+        self._ends = np.zeros(2, dtype=np.float32)
         self._wide = np.zeros(n_expert, dtype=np.float64)
+        self._by_scores = self._rerank is not None and self._rerank.policy.needs == {"scores"}
         # The router's own picks need no deciding.
         self.reranks = (
             self._rerank is not None and n_expert > k and not self._rerank.policy.is_builtin("original")
@@ -109,7 +111,7 @@ class LiveRoute:
                 sum(p.substituted for p in parts),
             )
         one = None
-        if len(router) == 1 and step.policy.needs == {"scores"}:
+        if self._by_scores and len(router) == 1:
             one = self._finite_row(layer, scores[0], resident)
         candidates, row = one or self._candidates(step, layer, scores, router, resident)
         knobs, state = self._knobs["rerank"], self._states["rerank"][layer]
@@ -141,54 +143,32 @@ class LiveRoute:
         if not choice.active:
             return LiveRerouted(router, 0, 0)
         k = router.shape[1]
-        best = self._best(choice.value, k) if type(choice.tier) is int else None
-        if best is not None:
-            substituted = len(set(best.tolist()).difference(router[0].tolist()))
-            if not substituted:
-                return LiveRerouted(router, k, 0)
-            picked = best[(-choice.value[best]).argsort(kind="stable")]
-            return LiveRerouted(picked.astype(np.int32)[None], k, substituted)
+        if type(choice.tier) is int:
+            picked = np.empty((1, k), dtype=np.int32)
+            return LiveRerouted(picked, k, best_of(choice.value, router[0], self._left, picked[0]))
         picked = take_top(np, choice.value, choice.tier, candidates.expert, k)
         substituted = len(set(picked.tolist()).difference(router[0].tolist()))
         return LiveRerouted(picked[None], k, substituted)
-
-    def _best(self, value: np.ndarray, k: int) -> np.ndarray | None:
-        """The `k` experts of largest value, ascending by id; None unless they are clear: no NaN, no tie, no -inf."""
-        negative = self._buffer
-        np.negative(value, negative)
-        negative.partition(k - 1)
-        # NaN sorts last, so that a NaN here means fewer than k numbers.
-        least = -negative[k - 1]
-        if not least > _MINUS_INFINITY:
-            return None
-        found = (value >= least).nonzero()[0]
-        return found if len(found) == k else None
 
     def _finite_row(
         self, layer: int, scores: np.ndarray, resident: np.ndarray
     ) -> tuple[Candidates, Row] | None:
         """`_candidates` of a row of finite ranking values for a policy of scores alone, for less; None for others."""
-        low, values = scores.argmin(), self._values
-        least = scores[low]
-        # NaN is the smallest to argmin, and no comparison with it holds.
+        ranked, values, ends = scores, self._values, self._ends
         if self._space == "prob":
-            if not least > 0:
+            # NaN is the smallest to argmin, and no comparison with it holds.
+            if not scores[scores.argmin()] > 0:
                 return None
-            self._wide[:] = scores
-            np.log(self._wide, self._wide)
-            values[:] = self._wide
-        else:
-            if not least > _MINUS_INFINITY:
-                return None
-            np.add(scores, _NO_SCORE, values)
-        top = values[values.argmax()]
-        if not top < np.inf:
+            ranked = self._wide
+            ranked[:] = scores
+            np.log(ranked, ranked)
+        if not finite_values(ranked, values, ends):
             return None
-        span = top - values[low]
+        top = ends[0]
         n_resident = np.int32(np.count_nonzero(resident))
         return (
             Candidates(values, self._experts, self._no_rank, resident, self._zeros),
-            Row(self._k, self._layer_ids[layer], top, span, n_resident),
+            Row(self._k, self._layer_ids[layer], top, top - ends[1], n_resident),
         )
 
     def _candidates(
@@ -322,14 +302,11 @@ class LiveRoute:
         flags[top] = False
         if True not in flags:
             return None
-        dropped, walk, applied = np.array([flags]), experts.copy(), weights.copy()
-        walk[dropped], applied[dropped] = at_slots[top], 0
-        if getattr(knobs, "renorm", 1):
-            # As in `_after_drop`.
-            total, kept = np.add.accumulate(weight)[-1], np.add.accumulate(applied[0])[-1]
-            if kept > 0:
-                applied *= total / kept
-        return LiveDropped(dropped, walk, applied)
+        dropped = np.array(flags)
+        walk, applied = np.empty_like(experts), np.empty_like(weights)
+        renormalise = bool(getattr(knobs, "renorm", 1))
+        after_drop(weight, at_slots, dropped, top, renormalise, walk[0], applied[0])
+        return LiveDropped(dropped[None], walk, applied)
 
 
 def _columns(rows: np.ndarray) -> np.ndarray:

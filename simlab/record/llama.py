@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from simlab.errors import InputError, RunError
+from simlab.record.asking import NodeFilter
 from simlab.record.ggml import libraries, loaded_library
 from simlab.record.mapping import no_read_ahead
 
 EvalCallback = Callable[[int, bool, Any], bool]
-"""`(tensor pointer, ask, unused) -> wanted | go on`, called hundreds of times per token: keep it thin."""
+"""`(tensor pointer, ask, unused) -> wanted | go on`, called hundreds of times per token; for a graph or two."""
 
 _MAX_THREADS = 512  # ggml's own bound; beyond it the process dies
 _log_lines: deque[str] = deque(maxlen=40)
@@ -60,13 +61,14 @@ class Llama:
         n_threads: int | None = None,
         n_expert_used: int | None = None,
         arch: str = "",
-        on_node: EvalCallback | None = None,
+        on_node: EvalCallback | NodeFilter | None = None,
         read_ahead: bool = True,
     ) -> None:
         _, llama = libraries()
         silence_logs()
         self._llama = llama
         self._model = self._context = None
+        self._on_node: EvalCallback | NodeFilter | None = None
         self._batch: Any = None
         self.n_threads = n_threads or min(os.cpu_count() or 1, 8)
         if not 1 <= self.n_threads <= _MAX_THREADS:
@@ -100,25 +102,26 @@ class Llama:
         self._batch = llama.llama_batch_init(self.n_ubatch, 0, 1)
         self.open_context(on_node)
 
-    def open_context(self, on_node: EvalCallback | None) -> None:
+    def open_context(self, on_node: EvalCallback | NodeFilter | None) -> None:
         """A fresh context of the same size, empty, whose graph nodes are shown to `on_node`; the old one goes.
 
         Raises:
             RunError: llama.cpp cannot make a context of this size.
         """
         llama = self._llama
-        if self._context:
-            llama.llama_free(self._context)
-            self._context = None
+        self._close_context()
         context = llama.llama_context_default_params()
         context.n_ctx = self.n_ctx
         context.n_batch = context.n_ubatch = self.n_ubatch
         context.n_threads = context.n_threads_batch = self.n_threads
         context.no_perf = True
         if on_node is not None:
-            # The ctypes object must outlive the context.
-            self._callback = llama.ggml_backend_sched_eval_callback(on_node)
+            native = isinstance(on_node, NodeFilter)
+            # Both must outlive the context.
+            self._on_node = on_node
+            self._callback = llama.ggml_backend_sched_eval_callback(on_node.function if native else on_node)
             context.cb_eval = self._callback
+            context.cb_eval_user_data = on_node.user_data if native else None
         self._context = llama.llama_init_from_model(self._model, context)
         if not self._context:
             self.close()
@@ -193,11 +196,17 @@ class Llama:
         self._need_model()
         self._llama.llama_memory_clear(self._llama.llama_get_memory(self._context), True)
 
-    def close(self) -> None:
-        """Free the context and the model."""
+    def _close_context(self) -> None:
         if self._context:
             self._llama.llama_free(self._context)
             self._context = None
+        if isinstance(self._on_node, NodeFilter):
+            self._on_node.close()
+        self._on_node = None
+
+    def close(self) -> None:
+        """Free the context and the model."""
+        self._close_context()
         if self._batch is not None:
             self._llama.llama_batch_free(self._batch)
             self._batch = None

@@ -1,4 +1,8 @@
-"""From routing events and finished reads to the tables of a trace, written between graphs."""
+"""From routing events and finished reads to the tables of a trace, written between graphs.
+
+While a graph runs, references are kept and nothing else; the columns of many graphs are made at once, as a batch of one
+row is too small to be worth a NumPy call of its own.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,9 @@ class Recorder:
         self._writer = writer
         self._events: list[RoutingEvent] = []
         self._reads: list[tuple[FinishedRead, bool]] = []
-        self._kept: dict[str, list[dict[str, Any]]] = {"routing": [], "reads": [], "tokens": []}
+        self._kept_events: list[tuple[GraphPlace, RoutingEvent]] = []
+        self._kept_reads: list[tuple[GraphPlace, FinishedRead, bool]] = []
+        self._kept_graphs: list[dict[str, Any]] = []
         self._epoch_ns = time.perf_counter_ns()
         self._flushed = time.monotonic()
 
@@ -59,16 +65,15 @@ class Recorder:
         hit: bool | None,
     ) -> None:
         """Write down a finished graph."""
-        where = {"turn": place.turn, "graph": place.graph, "phase": place.phase}
-        for event in self._events:
-            self._kept["routing"].append(self._routing_columns(place, where, event))
-        if self._reads:
-            self._kept["reads"].append(self._read_columns(place, where))
+        self._kept_events += [(place, event) for event in self._events]
+        self._kept_reads += [(place, read, speculative) for read, speculative in self._reads]
         self._events, self._reads = [], []
         single = len(place.tokens) == 1
-        self._kept["tokens"].append(
+        self._kept_graphs.append(
             {
-                **where,
+                "turn": place.turn,
+                "graph": place.graph,
+                "phase": place.phase,
                 "step": place.positions[-1],
                 "token": place.tokens[0] if single else None,
                 "next_token": next_token,
@@ -92,65 +97,77 @@ class Recorder:
         if time.monotonic() - self._flushed > _FLUSH_SECONDS:
             self.flush()
 
-    def _routing_columns(
-        self, place: GraphPlace, where: dict[str, int], event: RoutingEvent
-    ) -> dict[str, Any]:
-        n = len(event.router_experts)
-        # The last layer may route only the tokens whose output was asked for.
-        rows = np.arange(n) if n == len(place.tokens) else np.array([len(place.tokens) - 1] * n)
-        read_bytes = np.zeros(event.experts.shape, dtype=np.int64)
-        for row, slot in event.charged:
-            read_bytes[row, slot] = event.entry_bytes
-        columns: dict[str, Any] = {
-            **{name: np.full(n, value) for name, value in where.items()},
-            "step": np.asarray(place.positions)[rows],
-            "layer": np.full(n, event.layer),
-            "pos_in_graph": rows,
-            "token": np.asarray(place.tokens)[rows],
-            "scores": event.scores,
-            "router_experts": event.router_experts,
-            "experts": event.experts,
-            "weights": event.weights,
-            "residency": event.residency,
-            "dropped": event.dropped,
-            "read_bytes": read_bytes,
-        }
-        if event.gate_probs is not None:
-            columns["gate_probs"] = event.gate_probs
-        return columns
-
-    def _read_columns(self, place: GraphPlace, where: dict[str, int]) -> dict[str, Any]:
-        n = len(self._reads)
-        return {
-            **{name: np.full(n, value) for name, value in where.items()},
-            "step": np.full(n, place.positions[-1]),
-            "layer": np.array([r.slice.layer for r, _ in self._reads]),
-            "expert": np.array([r.slice.expert for r, _ in self._reads]),
-            "projection": [r.slice.projection for r, _ in self._reads],
-            "lane": np.array([r.lane for r, _ in self._reads]),
-            "speculative": np.array([speculative for _, speculative in self._reads]),
-            "offset": np.array([r.offset for r, _ in self._reads]),
-            "req_bytes": np.array([r.slice.size for r, _ in self._reads]),
-            "window_bytes": np.array([r.window_bytes for r, _ in self._reads]),
-            "start_ns": np.array([r.start_ns - self._epoch_ns for r, _ in self._reads]),
-            "latency_ns": np.array([r.latency_ns for r, _ in self._reads]),
-        }
-
     def flush(self) -> None:
         """Turn what was collected into parts."""
-        for table in ("routing", "reads"):
-            kept, self._kept[table] = self._kept[table], []
-            if kept:
-                names = {name for columns in kept for name in columns}
-                self._writer.add(table, {name: _joined([c[name] for c in kept]) for name in names})
-        kept, self._kept["tokens"] = self._kept["tokens"], []
-        if kept:
-            self._writer.add("tokens", {name: [row[name] for row in kept] for name in kept[0]})
+        events, reads, graphs = self._kept_events, self._kept_reads, self._kept_graphs
+        self._kept_events, self._kept_reads, self._kept_graphs = [], [], []
+        if events:
+            self._writer.add("routing", _routing_columns(events))
+        if reads:
+            self._writer.add("reads", _read_columns(reads, self._epoch_ns))
+        if graphs:
+            self._writer.add("tokens", {name: [row[name] for row in graphs] for name in graphs[0]})
         self._writer.flush()
         self._flushed = time.monotonic()
 
 
-def _joined(parts: list[Any]) -> Any:
-    if isinstance(parts[0], list):
-        return [value for part in parts for value in part]
-    return np.concatenate(parts)
+def _routing_columns(events: Sequence[tuple[GraphPlace, RoutingEvent]]) -> dict[str, Any]:
+    n_rows = [len(event.router_experts) for _, event in events]
+    # The last layer may route only the tokens whose output was asked for.
+    pos_in_graph = [
+        range(n) if n == len(place.tokens) else [len(place.tokens) - 1] * n
+        for n, (place, _) in zip(n_rows, events, strict=True)
+    ]
+    places = [(place, row) for (place, _), rows in zip(events, pos_in_graph, strict=True) for row in rows]
+
+    def per_event(values: list[int]) -> np.ndarray:
+        return np.repeat(values, n_rows)
+
+    def joined(name: str) -> np.ndarray:
+        return np.concatenate([getattr(event, name) for _, event in events])
+
+    experts = joined("experts")
+    read_bytes = np.zeros(experts.shape, dtype=np.int64)
+    start = 0
+    for n, (_, event) in zip(n_rows, events, strict=True):
+        for row, slot in event.charged:
+            read_bytes[start + row, slot] = event.entry_bytes
+        start += n
+    columns = {
+        "turn": per_event([place.turn for place, _ in events]),
+        "graph": per_event([place.graph for place, _ in events]),
+        "phase": per_event([place.phase for place, _ in events]),
+        "step": np.array([place.positions[row] for place, row in places]),
+        "layer": per_event([event.layer for _, event in events]),
+        "pos_in_graph": np.array([row for _, row in places]),
+        "token": np.array([place.tokens[row] for place, row in places]),
+        "scores": joined("scores"),
+        "router_experts": joined("router_experts"),
+        "experts": experts,
+        "weights": joined("weights"),
+        "residency": joined("residency"),
+        "dropped": joined("dropped"),
+        "read_bytes": read_bytes,
+    }
+    if events[0][1].gate_probs is not None:
+        columns["gate_probs"] = joined("gate_probs")
+    return columns
+
+
+def _read_columns(reads: Sequence[tuple[GraphPlace, FinishedRead, bool]], epoch_ns: int) -> dict[str, Any]:
+    return {
+        "turn": [place.turn for place, _, _ in reads],
+        "graph": [place.graph for place, _, _ in reads],
+        "phase": [place.phase for place, _, _ in reads],
+        "step": [place.positions[-1] for place, _, _ in reads],
+        "layer": [read.slice.layer for _, read, _ in reads],
+        "expert": [read.slice.expert for _, read, _ in reads],
+        "projection": [read.slice.projection for _, read, _ in reads],
+        "lane": [read.lane for _, read, _ in reads],
+        "speculative": [speculative for _, _, speculative in reads],
+        "offset": [read.offset for _, read, _ in reads],
+        "req_bytes": [read.slice.size for _, read, _ in reads],
+        "window_bytes": [read.window_bytes for _, read, _ in reads],
+        "start_ns": [read.start_ns - epoch_ns for _, read, _ in reads],
+        "latency_ns": [read.latency_ns for _, read, _ in reads],
+    }
