@@ -1,0 +1,1 @@
+"""Trains the embedded model: corpus, network, optimizer, export, figures. Needs the `train` extra."""
