@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from simlab.policy import policy_error
+from simlab.policy_check import policy_error
 from simlab.types import Access, Array, Candidates, Choice, EvictionPolicy, Knob, Row, Step
 
 _EXPERT_BITS = 16

@@ -169,6 +169,9 @@ class EvictionPolicy:
     """File a user's policy is from; empty for what is built in."""
 
 
+Policy = RoutingPolicy | EvictionPolicy
+
+
 # ---------------------------------------------------------------------------------------------------------
 # A cell: one setting of everything
 

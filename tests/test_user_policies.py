@@ -16,7 +16,8 @@ from synthetic import generate, make_header
 from simlab.cells import MIB, build_cells, parse_budget, parse_route, resolve_budget
 from simlab.cli.main import main
 from simlab.errors import InputError
-from simlab.policy import check_policy, eviction, find_eviction, routing
+from simlab.policy import eviction, find_eviction, routing
+from simlab.policy_check import check_policy
 from simlab.record.cache import LiveCache
 from simlab.record.live_route import LiveRoute
 from simlab.replay.run import Replayer, sweep

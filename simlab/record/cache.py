@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from simlab.policy import check_policy, policy_error
+from simlab.policy_check import check_policy, policy_error
 from simlab.routing import eviction_key, touch_state
 from simlab.types import Access, EvictionPolicy, ResolvedBudget
 

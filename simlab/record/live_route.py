@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from simlab.errors import RunError
-from simlab.policy import check_policy
+from simlab.policy_check import check_policy
 from simlab.record.one_row import after_drop, best_of, finite_values
 from simlab.routing import decide, drop, drop_armed, knob_values, rerank, take_top
 from simlab.scores import applied_weights, gate_numerators, ranking_values, router_ranking, row_statistics

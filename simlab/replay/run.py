@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from simlab.cells import MIB, check_cache, effective_k, resolve_budget
 from simlab.errors import InputError
-from simlab.policy import check_policy, find_eviction
+from simlab.policy import find_eviction
+from simlab.policy_check import check_policy
 from simlab.replay.columns import ColumnNeeds, TraceColumns, WeightSource
 from simlab.replay.kernel import COUNTERS, NO_ROW, SUMS, Tree, first_carry, program
 from simlab.replay.shape import ProgramShape, code_key

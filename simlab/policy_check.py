@@ -1,0 +1,183 @@
+"""Whether a policy does what its contract says: a dry run on tiny arrays, and its failures as one line.
+
+What a policy returns is checked here once, before its first use; what only shows on real rows is reported
+by whoever calls it, through `policy_error`.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from simlab.errors import InputError
+from simlab.types import Access, Candidates, Choice, EvictionPolicy, Policy, RoutingPolicy, Row
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's type and message on one line of at most some 300 characters."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+
+
+def policy_error(policy: Policy, error: BaseException) -> InputError:
+    """What a policy's function raised as the one line that names it; Ctrl-C is raised again."""
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+    if isinstance(error, InputError):
+        return error
+    functions = [policy.function] if isinstance(policy, RoutingPolicy) else [policy.key, policy.touch]
+    files = {f.__code__.co_filename for f in functions if hasattr(f, "__code__")}
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename in files]
+    where = f"{policy.name}, line {frames[-1].lineno}" if frames else policy.name
+    kinds = {c.__name__ for c in type(error).__mro__}
+    if "TracerBoolConversionError" in kinds or "truth value of an array" in str(error):
+        what = "branches on a value (if, and, or, not, min, max, in); use xp.where, &, |, ~, xp.minimum"
+    elif "TracerArrayConversionError" in kinds:
+        what = "calls NumPy itself; use xp, which is NumPy live and jax.numpy in a replay"
+    elif kinds & {"ConcretizationTypeError", "TracerIntegerConversionError"} or "Python scalar" in str(error):
+        what = "makes a Python number of an array; keep to xp and arrays"
+    elif isinstance(error, AttributeError) and isinstance(error.obj, SimpleNamespace):
+        known = ", ".join(policy.knobs) or "none"
+        what = f"asks for knob '{error.name}', which it does not declare; it declares {known}"
+    else:
+        what = f"raised {one_line(error)}"
+    return InputError(f"policy {where}: {what}")
+
+
+_CHECKED: set[tuple[Any, ...]] = set()
+
+
+def check_policy(policy: Policy) -> None:
+    """Run a policy once with NumPy on four candidates and check what it returns; once per process.
+
+    Raises:
+        InputError: it raised, or returned something else than its contract says.
+    """
+    if isinstance(policy, RoutingPolicy):
+        key = (policy.function, policy.stage, tuple(policy.state))
+    else:
+        key = (policy.key, policy.touch, tuple(policy.state))
+    if key in _CHECKED:
+        return
+    import numpy as np
+
+    try:
+        with np.errstate(all="ignore"):
+            if isinstance(policy, EvictionPolicy):
+                _try_eviction(policy)
+            else:
+                _try_routing(policy, ())
+                if policy.stage != "width":
+                    _try_routing(policy, (2,))
+    except BaseException as error:
+        raise policy_error(policy, error) from error
+    _CHECKED.add(key)
+
+
+def _try_routing(policy: RoutingPolicy, lanes: tuple[int, ...]) -> None:
+    """One row where `lanes` is empty, as in a live decode; several rows at once otherwise."""
+    import numpy as np
+
+    from simlab.routing import knob_values
+
+    shape = (4, *lanes)
+
+    def column(need: str | None, values: Any, dtype: Any) -> Any:
+        values = values if need is None or need in policy.needs else [0] * 4
+        array = np.resize(np.repeat(np.array(values, dtype), shape[1] if lanes else 1), shape)
+        # Live, what a policy is given may be the engine's own memory.
+        array.flags.writeable = False
+        return array
+
+    def of_row(value: float, dtype: Any) -> Any:
+        return np.full(lanes, value, dtype)[()]
+
+    candidates = Candidates(
+        value=column("scores", [0.5, 0.25, -1, -3], np.float32),
+        expert=column(None, range(4), np.int32),
+        rank=column("rank" if policy.stage == "rerank" else None, range(4), np.int32),
+        resident=column(None, [0, 1, 0, 1], bool),
+        weight=column("weights", [0.5, 0.25, 0.125, 0.125], np.float32),
+    )
+    row = Row(
+        of_row(2, np.int32),
+        of_row(0, np.int32),
+        of_row(0.5, np.float32),
+        of_row(3.5, np.float32),
+        of_row(2, np.int32),
+    )
+    state = {name: of_row(value, np.float32) for name, value in policy.state.items()}
+    returned = policy.function(np, candidates, row, state, knob_values(policy.knobs, {}))
+    if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[0], Choice):
+        raise _bad(policy, f"must return (Choice(...), state), not {_described(returned)}")
+    choice, new_state = returned
+    if policy.stage == "width":
+        _check_value(policy, "Choice(k=...)", choice.k, "iu", "a whole number", lanes)
+    elif policy.stage == "rerank":
+        _check_value(policy, "Choice(value=...)", choice.value, "fiub", "numbers", shape)
+        _check_value(policy, "Choice(tier=...)", choice.tier, "iub", "whole numbers", shape)
+        _check_value(policy, "Choice(active=...)", choice.active, "b", "bool, one per row", lanes)
+    else:
+        _check_value(policy, "Choice(drop=...)", choice.drop, "b", "bool", shape)
+    if policy.state:
+        _check_new_state(policy, "the state it returns", new_state, lanes)
+
+
+def _try_eviction(policy: EvictionPolicy) -> None:
+    import numpy as np
+
+    from simlab.routing import knob_values
+
+    position, batch, knobs = np.array([3, 1, 7, 5]), np.int64(4), knob_values(policy.knobs, {})
+    state = {
+        name: np.full(4, first, np.int64 if isinstance(first, int) else np.float64)
+        for name, first in policy.state.items()
+    }
+    key = policy.key(np, dict(state), position, batch, knobs)
+    _check_value(policy, "the key it returns", key, "iuf", "int64 or float64", (4,))
+    if policy.touch is not None:
+        first = np.array([True, True, False, True])
+        weight, expert = np.full(4, 0.25, np.float32), np.arange(4, dtype=np.int32)
+        access = Access(position, first, first & (expert > 0), weight, batch, np.int32(0), expert)
+        _check_new_state(policy, "what touch returns", policy.touch(np, state, access, knobs), (4,))
+
+
+def _check_new_state(policy: Policy, what: str, new: Any, shape: tuple[int, ...]) -> None:
+    if not isinstance(new, Mapping) or set(new) != set(policy.state):
+        names = ", ".join(policy.state) or "nothing"
+        raise _bad(policy, f"{what} must be a dict of what it declared ({names}), not {_described(new)}")
+    for name, value in new.items():
+        _check_value(policy, f"{what}: '{name}'", value, "fiub", "numbers", shape)
+
+
+def _check_value(
+    policy: Policy, what: str, value: Any, kinds: str, words: str, shape: tuple[int, ...]
+) -> None:
+    """Refuse what is not a number or NumPy array of these dtype kinds that broadcasts to `shape`."""
+    import numpy as np
+
+    if value is None or not isinstance(value, (np.ndarray, np.generic, int, float)):
+        raise _bad(policy, f"{what} must be {words}, not {_described(value)}")
+    array = np.asarray(value)
+    if array.dtype.kind not in kinds:
+        raise _bad(policy, f"{what} must be {words}, not {array.dtype}")
+    try:
+        fits = np.broadcast_shapes(array.shape, shape) == shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise _bad(policy, f"{what} has shape {array.shape} where its inputs have {shape}")
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"a dict of {', '.join(map(str, value)) or 'nothing'}"
+    if isinstance(value, Choice):
+        return "a Choice alone"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _bad(policy: Policy, text: str) -> InputError:
+    return InputError(f"policy {policy.name}: {text}")
