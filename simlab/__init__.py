@@ -7,18 +7,22 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from simlab.judge.explain import explain
     from simlab.judge.validate import validate
     from simlab.record.engine import Engine
+    from simlab.replay.curve import lru_curve
     from simlab.replay.run import replay, sweep
     from simlab.trace.store import open_trace
 
 __version__ = version("simlab")
-__all__ = ["Engine", "__version__", "open_trace", "replay", "sweep", "validate"]
+__all__ = ["Engine", "__version__", "explain", "lru_curve", "open_trace", "replay", "sweep", "validate"]
 
 # Loaded on first use: the command line must answer before JAX is imported, and replaying must work
 # where the engine extra is not installed.
 _HOMES = {
     "Engine": "simlab.record.engine",
+    "explain": "simlab.judge.explain",
+    "lru_curve": "simlab.replay.curve",
     "open_trace": "simlab.trace.store",
     "replay": "simlab.replay.run",
     "sweep": "simlab.replay.run",
