@@ -1,91 +1,133 @@
 """From the files of other tools to a trace folder.
 
-What a file does not say stays null: `route_trace` has neither scores nor the router's own ids apart from the
-executed ones, so a trace made from it can be replayed under every policy that needs no scores, and the gating
-and the weight rule of its header are unknown.
+Three families: a BigMoeOnEdge engine's `route_trace v1` with its metrics and io trace; arrays of ids, weights and
+scores; long tables of routings, the JSON of fingerprints among them. A file is recognised by its content, its name
+counts only where that is no help. What arrays and tables do not say of their model comes from a JSON file beside
+them or from options (`simlab.trace.facts`).
 """
 
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Sequence
-from datetime import UTC, datetime
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
-from simlab.errors import InputError, SimlabWarning
-from simlab.trace import bmoe_metrics, io_csv, route_csv
-from simlab.trace.bmoe_metrics import MetricsFile, read_metrics
-from simlab.trace.io_csv import IoFile, read_io
-from simlab.trace.route_csv import RouteFile, read_route
+from simlab.errors import InputError
+from simlab.trace import arrays, bmoe_metrics, io_csv, route_csv
+from simlab.trace.csv_text import read_csv_text
+from simlab.trace.facts import Facts, read_facts
+from simlab.trace.fingerprint import is_fingerprint, read_fingerprint
+from simlab.trace.json_text import parse_json, read_bytes
+from simlab.trace.route_tables import trace_of_route
+from simlab.trace.routings import Routings, trace_of
 from simlab.trace.schema import table_schema
 from simlab.trace.store import TraceWriter, check_output, prepare_folder
-from simlab.types import DECODE, PREFILL, TraceHeader
+from simlab.trace.table_files import read_csv_table, read_json_lines, read_parquet_table
+from simlab.trace.tables import looks_like_table, routings_of_table
+from simlab.types import TraceHeader
 
 _FLUSH_ROWS, _FLUSH_SCORES = 1 << 16, 1 << 25
-_MS = 1_000_000
-"""Nanoseconds in a millisecond."""
+_HEAD = 4096
+_ENGINE_KINDS = ("route trace", "metrics file", "io trace")
 
 
-def import_files(files: Sequence[str], out: str, force: bool = False) -> Path:
-    """Make a trace of a route trace and, where given, its metrics and its io trace, in any order.
+def import_files(
+    files: Sequence[str], out: str, force: bool = False, facts: Mapping[str, Any] | None = None
+) -> Path:
+    """Make a trace of the files of one run, in any order.
 
     Args:
-        files: each is recognised by its first line.
+        files: a route trace and, where given, its metrics and io trace; or arrays; or one table. A JSON object
+            among them that is no fingerprint is the model facts of the others; without one, `X.json` beside
+            `X.npz` (or whatever the first file is called) is.
         out: the trace folder to write; nothing is written unless every file could be read.
         force: replace what `out` holds.
+        facts: what arrays and tables do not say of their model, by the names of `simlab.trace.facts.Facts`;
+            they beat those of the JSON file.
 
     Raises:
-        InputError: a file cannot be used, or `out` exists.
+        InputError: a file cannot be used, a fact is missing, or `out` exists.
     """
     if os.path.realpath(out) in map(os.path.realpath, files):
         raise InputError(f"--out {out}: is one of the files to import; name another folder")
     check_output(out, force)
-    by_kind: dict[str, Path] = {}
-    for name in files:
-        path = Path(name)
-        kind = _kind(path)
-        if kind in by_kind:
-            raise InputError(f"{path}: a second {kind} beside {by_kind[kind]}; a trace is made of one")
-        by_kind[kind] = path
-    if "route trace" not in by_kind:
-        raise InputError(
-            f"{files[0]}: no route trace among the files, and a trace cannot be made without one"
-        )
-    route = read_route(by_kind["route trace"])
-    metrics = read_metrics(by_kind["metrics file"]) if "metrics file" in by_kind else None
-    reads = read_io(by_kind["io trace"]) if "io trace" in by_kind else None
-    if metrics is not None and metrics.n_expert not in (None, route.n_expert):
-        raise InputError(
-            f"{metrics.path}, field 'n_expert': {metrics.n_expert}, but {route.path} has {route.n_expert}; "
-            "the two are not of one run"
-        )
-    if reads is not None:
-        reads.check_against(route.path, route.n_expert, route.entry_bytes)
-    header = _header(route, metrics, reads)
-    tokens = _tokens(route, metrics)
-    tables = {"routing": _routing(route), "tokens": tokens}
-    if reads is not None:
-        tables["reads"] = _reads(reads, tokens)
-    frames = {table: _frame(table, columns, header) for table, columns in tables.items()}
+    header, frames = read_run(files, facts or {})
     folder = prepare_folder(out, force)
     _write(folder, header, frames)
     return folder
 
 
-def _kind(path: Path) -> str:
+def read_run(files: Sequence[str], facts: Mapping[str, Any]) -> tuple[TraceHeader, dict[str, pl.DataFrame]]:
+    """The header and the tables of the files of one run, in memory; columns nobody knows are left out.
+
+    Raises:
+        InputError: a file cannot be used, or a fact is missing.
+    """
+    by_kind: dict[str, list[Path]] = {}
+    for name in files:
+        path = Path(name)
+        kind = _kind(path, bool(facts.get("columns")))
+        others = by_kind.setdefault(kind, [])
+        if others and kind != "npy file":
+            raise InputError(f"{path}: a second {kind} beside {others[0]}; a trace is made of one")
+        others.append(path)
+    sidecars = by_kind.pop("model facts", [])
+    if not by_kind:
+        raise InputError(f"{files[0]}: model facts, and no routings among the files")
+    if any(kind in by_kind for kind in _ENGINE_KINDS):
+        header, tables = trace_of_route(_engine_files(files[0], by_kind, sidecars, facts))
+    else:
+        if len(by_kind) > 1:
+            one, two = (paths[0] for paths in list(by_kind.values())[:2])
+            raise InputError(f"{two}: another kind of file than {one}; a trace is made of one")
+        kind, paths = next(iter(by_kind.items()))
+        beside = paths[0].with_suffix(".json")
+        if not sidecars and beside != paths[0] and beside.is_file():
+            sidecars = [beside]
+        read = read_facts(sidecars[0] if sidecars else None, facts)
+        header, tables = trace_of(_READERS[kind](paths, read), read)
+    return header, {table: _frame(table, columns, header) for table, columns in tables.items()}
+
+
+def _engine_files(
+    first: str, by_kind: Mapping[str, list[Path]], sidecars: list[Path], facts: Mapping[str, Any]
+) -> dict[str, Path]:
+    if "route trace" not in by_kind:
+        raise InputError(f"{first}: no route trace among the files, and a trace cannot be made without one")
+    for kind, paths in by_kind.items():
+        if kind not in _ENGINE_KINDS:
+            raise InputError(
+                f"{paths[0]}: another kind of file than {by_kind['route trace'][0]}, a route trace"
+            )
+    given = [name for name, value in facts.items() if value is not None]
+    if given or sidecars:
+        what = str(sidecars[0]) if sidecars else f"--{given[0].replace('_', '-')}"
+        raise InputError(f"{what}: model facts are for arrays and tables; a route trace has its own")
+    return {kind: paths[0] for kind, paths in by_kind.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Kinds
+
+
+def _kind(path: Path, with_columns: bool) -> str:
     try:
         with path.open("rb") as file:
-            first = file.readline(4096).decode(errors="replace").lstrip("\ufeff").strip()
+            head = file.read(_HEAD)
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # a NUL in the name is a ValueError
+        raise InputError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if arrays.is_arrays(path, head):
+        return "npy file" if head.startswith(arrays.NPY) or path.suffix == ".npy" else "array file"
+    if head.startswith(b"PAR1") or path.suffix == ".parquet":
+        return "parquet table"
+    first = head.split(b"\n", 1)[0].decode(errors="replace").lstrip("\ufeff").strip()
+    if head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith((b"{", b"[")):
+        return _json_kind(path)
     comment = first.lstrip("#").strip()
     if comment.startswith(bmoe_metrics.TAG) or first.startswith(bmoe_metrics.OLDEST_HEADING):
         return "metrics file"
@@ -96,209 +138,60 @@ def _kind(path: Path) -> str:
             f"{path}, line 1: a compute trace; simlab imports {route_csv.TAG}, its metrics and its io_trace"
         )
     # Everything else goes to the route reader, whose refusals say what is wrong with it.
-    return "route trace"
+    is_table = (
+        not comment.startswith("route_trace") and first and (with_columns or looks_like_table(_heading(path)))
+    )
+    return "CSV table" if is_table else "route trace"
+
+
+def _heading(path: Path) -> list[str]:
+    try:
+        return list(read_csv_text(path).columns)
+    except InputError:
+        return []
+
+
+def _json_kind(path: Path) -> str:
+    """JSON text: routings of a fingerprint, model facts, or a table of one object per line."""
+    data = read_bytes(path)
+    if path.suffix in (".jsonl", ".ndjson"):
+        return "JSONL table"
+    try:
+        content = parse_json(data, str(path))
+    except InputError:
+        # Several objects, one a line, are no JSON value; what is neither is refused there with its line.
+        first = data.lstrip(b"\xef\xbb\xbf").split(b"\n", 1)[0]
+        try:
+            is_line = isinstance(parse_json(first, str(path)), dict)
+        except InputError:
+            is_line = False
+        if is_line:
+            return "JSONL table"
+        raise
+    if is_fingerprint(content):
+        return "fingerprint"
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: a JSON list; a table has one JSON object per line")
+    names = {name.lower() for name in content}
+    return "JSONL table" if looks_like_table(list(names)) else "model facts"
+
+
+def _read_fingerprint(paths: Sequence[Path], facts: Facts) -> Routings:
+    return read_fingerprint(paths[0], parse_json(read_bytes(paths[0]), str(paths[0])), facts)
+
+
+_READERS = {
+    "npy file": arrays.read_arrays,
+    "array file": arrays.read_arrays,
+    "CSV table": lambda paths, facts: routings_of_table(read_csv_table(paths[0], facts), facts),
+    "parquet table": lambda paths, facts: routings_of_table(read_parquet_table(paths[0], facts), facts),
+    "JSONL table": lambda paths, facts: routings_of_table(read_json_lines(paths[0], facts), facts),
+    "fingerprint": _read_fingerprint,
+}
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Header
-
-
-def _header(route: RouteFile, metrics: MetricsFile | None, reads: IoFile | None) -> TraceHeader:
-    policy, knobs = _policy(route, metrics)
-    io_mode = metrics.io_mode if metrics else None
-    if io_mode is None and reads is not None:
-        io_mode = {"1": "direct", "0": "buffered"}.get(reads.o_direct or "")
-    return TraceHeader(
-        model=route.model,
-        arch=route.arch,
-        n_layer=route.n_layer,
-        n_expert=route.n_expert,
-        n_expert_used=route.k,
-        gating=None,
-        score_space=None,
-        weight_rule=None,
-        entry_bytes=route.entry_bytes,
-        dense_bytes=route.dense_bytes,
-        budget_bytes=metrics.budget_bytes if metrics else None,
-        route=policy,
-        knobs=knobs,
-        evict="lru",
-        scope="global",
-        io_mode=io_mode,  # type: ignore[arg-type]
-        engine="bmoe",
-        engine_version=metrics.engine_version if metrics else None,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-    )
-
-
-def _policy(route: RouteFile, metrics: MetricsFile | None) -> tuple[str, dict[str, float]]:
-    """The routing policy of the run: `drop_cold` without knobs if slots were dropped and no file says how."""
-    said = metrics.drop_knobs if metrics else None
-    if said:
-        return "drop_cold", said
-    if not route.any_dropped:
-        return "original", {}
-    if said == {}:
-        raise InputError(
-            f"{route.path}: has dropped slots, but {metrics and metrics.path} says dropping was off"
-        )
-    warnings.warn(
-        f"{route.path}: slots were dropped, at a threshold the file does not name; give the metrics file too",
-        SimlabWarning,
-        stacklevel=4,
-    )
-    return "drop_cold", {}
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Tables
-
-
-def _tokens(route: RouteFile, metrics: MetricsFile | None) -> dict[str, Any]:
-    """The tokens table: one row per graph; a graph's step is its last token's."""
-    graph = route.rows["graph"]
-    n_graphs = int(graph[-1]) + 1
-    first = np.searchsorted(graph, np.arange(n_graphs))
-    step = np.full(n_graphs, -1, np.int64)
-    np.maximum.at(step, graph, route.rows["step"])
-    of_slot = graph[route.row_of_slot]
-    columns: dict[str, Any] = {
-        "turn": route.rows["turn"][first],
-        "graph": np.arange(n_graphs),
-        "phase": route.rows["phase"][first],
-        "step": step,
-        "read_bytes": _sum_by(of_slot, route.slots["read_bytes"], n_graphs),
-        "dropped": _sum_by(of_slot, route.slots["dropped"], n_graphs),
-    }
-    if metrics is not None:
-        columns |= _measured(route, metrics, columns)
-    return columns
-
-
-def _sum_by(group: NDArray, values: NDArray, n: int) -> NDArray[np.int64]:
-    total = np.zeros(n, np.int64)
-    np.add.at(total, group, values.astype(np.int64))
-    return total
-
-
-def _measured(
-    route: RouteFile, metrics: MetricsFile, tokens: dict[str, NDArray]
-) -> dict[str, list[int | None]]:
-    """The metrics' columns, each on the graph its row belongs to.
-
-    Metrics count the aligned windows they read, the route trace entry bytes: theirs is `window_bytes`.
-    """
-    graph_of = {
-        (int(turn), int(step)): graph
-        for graph, (turn, phase, step) in enumerate(
-            zip(tokens["turn"], tokens["phase"], tokens["step"], strict=True)
-        )
-        if phase == DECODE and step >= 0
-    }
-    places = [graph_of.get(place) for place in _places(route, metrics, tokens)]
-    missing = places.count(None)
-    if missing == len(places):
-        raise InputError(f"{metrics.path}: none of its steps is in {route.path}; the two are not of one run")
-    if missing:
-        warnings.warn(
-            f"{metrics.path}: {missing} of its {len(places)} steps are not in {route.path}, and left out",
-            SimlabWarning,
-            stacklevel=5,
-        )
-    columns = metrics.columns
-    found: dict[str, NDArray] = {
-        "wall_ns": columns["wall_ms"] * _MS,
-        "compute_ns": columns["compute_ms"] * _MS,
-        "read_wait_ns": metrics.read_wait_ms * _MS,
-        "window_bytes": columns["read_bytes"],
-    }
-    if "mgmt_ms" in columns:
-        found["management_ns"] = columns["mgmt_ms"] * _MS
-    if "majflt" in columns:
-        found["major_faults"] = columns["majflt"]
-    out: dict[str, list[int | None]] = {}
-    for name, values in found.items():
-        column: list[int | None] = [None] * len(tokens["graph"])
-        for place, value in zip(places, values, strict=True):
-            if place is not None and value >= 0:  # below zero or nan: not measured
-                column[place] = round(float(value))
-        out[name] = column
-    return out
-
-
-def _places(route: RouteFile, metrics: MetricsFile, tokens: dict[str, NDArray]) -> list[tuple[int, int]]:
-    """(turn, context position) of every metrics row: row s is step `n_prompt + s - 1`.
-
-    The summary's `n_prompt` is one run's; in a session of several turns each turn's first decoded position,
-    as the trace has it, takes its place.
-    """
-    steps = metrics.columns["step"]
-    turns = metrics.columns.get("turn", np.full(len(steps), tokens["turn"][0]))
-    if len(np.unique(tokens["turn"])) == 1 and len(np.unique(turns)) == 1:
-        n_prompt = metrics.n_prompt
-        if n_prompt is None:
-            n_prompt = len(np.unique(route.rows["step"][route.rows["phase"] == PREFILL]))
-        return [(int(turn), n_prompt + int(step) - 1) for turn, step in zip(turns, steps, strict=True)]
-    places: list[tuple[int, int]] = []
-    for turn, step in zip(turns, steps, strict=True):
-        decoded = tokens["step"][(tokens["turn"] == turn) & (tokens["phase"] == DECODE)]
-        start = int(decoded[0]) if len(decoded) else -1
-        places.append((int(turn), start + int(step - steps[turns == turn][0])))
-    return places
-
-
-def _reads(reads: IoFile, tokens: dict[str, Any]) -> dict[str, Any]:
-    """The reads table. A read stands on the graph whose last position its line names."""
-    graph_of = {
-        place: graph
-        for graph, place in enumerate(
-            zip(tokens["turn"].tolist(), tokens["phase"].tolist(), tokens["step"].tolist(), strict=True)
-        )
-    }
-    columns = reads.columns
-    places = zip(columns["turn"].tolist(), columns["phase"].tolist(), columns["step"].tolist(), strict=True)
-    graph = np.array([graph_of.get(place, -1) for place in places], dtype=np.int64)
-    keep = graph >= 0
-    if not keep.all():
-        warnings.warn(
-            f"{reads.path}: {int((~keep).sum())} of its {len(keep)} reads belong to no graph of the route "
-            "trace, and are left out",
-            SimlabWarning,
-            stacklevel=4,
-        )
-    kept = {name: values[keep] for name, values in columns.items()}
-    return {
-        **{
-            name: kept[name]
-            for name in ("turn", "phase", "step", "layer", "expert", "lane", "offset", "req_bytes")
-        },
-        "graph": graph[keep],
-        # The number as the file has it: which projection it is depends on how the model lays its experts out.
-        "projection": [str(p) for p in kept["proj"].tolist()],
-        "speculative": kept["spec"] > 0,
-        "window_bytes": kept["read_bytes"],
-        "latency_ns": kept["latency_ns"],
-    }
-
-
-def _routing(route: RouteFile) -> dict[str, NDArray]:
-    """The routing table, without the columns that a route trace cannot fill."""
-
-    def by_slot(values: NDArray, empty: Any, dtype: Any) -> NDArray:
-        matrix = np.full((len(route.rows["graph"]), route.k), empty, dtype)
-        matrix[route.row_of_slot, route.slots["slot"]] = values
-        return matrix
-
-    experts = by_slot(route.slots["expert"], -1, np.int32)
-    return {
-        **route.rows,
-        "router_experts": experts,
-        "experts": experts,
-        "weights": by_slot(route.slots["weight"], 0, np.float32),
-        "residency": by_slot(route.slots["residency"], 0, np.int8),
-        "dropped": by_slot(route.slots["dropped"], False, bool),
-        "read_bytes": by_slot(route.slots["read_bytes"], 0, np.int64),
-    }
+# Writing
 
 
 def _frame(table: str, columns: dict[str, Any], header: TraceHeader) -> pl.DataFrame:

@@ -146,7 +146,15 @@ def info_lines(info: dict[str, Any]) -> Sequence[str]:
     knobs = ", ".join(f"{name}={value:g}" for name, value in info["knobs"].items())
     policy = known(
         info["route"],
-        f"{info['route']}{' (' + knobs + ')' if knobs else ''}, {info['evict']}, {info['scope']}",
+        ", ".join(
+            part
+            for part in (
+                f"{info['route']}{' (' + knobs + ')' if knobs else ''}",
+                info["evict"],
+                info["scope"],
+            )
+            if part
+        ),
     )
     budget, rule, disk = info["budget_mib"], info["weight_rule"], info["disk_bytes"]
     entries = f"{info['entry_bytes_min']:,} to {info['entry_bytes_max']:,} bytes"

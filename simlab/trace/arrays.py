@@ -1,0 +1,353 @@
+"""Arrays as people dump them from vLLM, SGLang and transformers: `.npz`, `.npy`, `.safetensors`.
+
+Ids `[tokens, layers, k]`, and where there are any, weights of that shape, scores and gate probabilities
+`[tokens, layers, n_expert]` and, per token, turn, phase, step (context position), graph and token (vocabulary id).
+`NAMES` lists what an array may be called; `columns` of the facts names any other.
+
+NumPy's files are parsed here, by NumPy's header reader, because `numpy.load` makes room for whatever size a header
+claims before it looks how much data there is. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import warnings
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simlab.errors import InputError, SimlabWarning
+from simlab.trace.facts import Facts
+from simlab.trace.json_text import one_line, read_bytes, shown
+from simlab.trace.routings import Routings
+
+NAMES: dict[str, tuple[str, ...]] = {
+    "ids": (
+        "ids", "experts", "expert", "expert_ids", "expert_id", "topk_ids", "topk_indices", "topk_idx",
+        "selected_experts", "routed_experts", "router_experts",
+    ),
+    "weights": (
+        "weights", "weight", "topk_weights", "topk_probs", "expert_weights", "routing_weights", "selected_probs",
+    ),
+    "scores": ("scores", "router_scores", "router_logits", "router_probs", "gate_logits", "logits", "probs"),
+    "gate_probs": ("gate_probs",),
+    "turn": ("turn", "turns"),
+    "phase": ("phase", "phases"),
+    "step": ("step", "steps", "position", "positions"),
+    "graph": ("graph", "graphs", "batch"),
+    "token": ("token", "token_ids", "input_ids"),
+}  # fmt: skip
+"""Our name of an array, and what files call it."""
+PER_TOKEN = ("turn", "phase", "step", "graph", "token")
+_ZIP, NPY = b"PK\x03\x04", b"\x93NUMPY"
+_MOST_DEFLATED = 1040
+"""Deflate makes at most 1,032 bytes of one."""
+
+Load = Callable[[], NDArray[Any]]
+
+
+def is_arrays(path: Path, head: bytes) -> bool:
+    """Whether a file that begins like this holds arrays."""
+    return (
+        head.startswith((_ZIP, b"PK\x05\x06", NPY))
+        or path.suffix in (".npz", ".npy")
+        or is_safetensors(path, head)
+    )
+
+
+def is_safetensors(path: Path, head: bytes) -> bool:
+    """Whether it is a safetensors file: by its name, or by the JSON header after eight bytes of its length."""
+    return path.suffix == ".safetensors" or (len(head) > 9 and head[5:10] == b'\0\0\0{"')
+
+
+def read_arrays(paths: Sequence[Path], facts: Facts) -> Routings:
+    """Routings from one npz or safetensors file, or from npy files of one array each.
+
+    Raises:
+        InputError: a file cannot be read, or its arrays do not belong together.
+    """
+    held: dict[str, tuple[Path, Load]] = {}
+    for path in paths:
+        for name, load in _open(path).items():
+            if name in held:
+                raise InputError(f"{path}: a second array '{name}' beside {held[name][0]}")
+            held[name] = (path, load)
+    names = pick_names(paths[0], list(held), NAMES, facts, "array")
+    if "ids" not in names and len(held) == 1 and paths[0].suffix == ".npy" and not facts.columns:
+        names = {"ids": next(iter(held))}
+    if "ids" not in names:
+        raise InputError(
+            f"{paths[0]}: no array of expert ids among {shown(sorted(held))}; name it with --columns ids=NAME"
+        )
+    return _Arrays(
+        paths[0], names, {ours: _load(*held[theirs]) for ours, theirs in names.items()}, facts
+    ).routings()
+
+
+def pick_names(
+    path: Path, found: Sequence[str], known: Mapping[str, tuple[str, ...]], facts: Facts, word: str
+) -> dict[str, str]:
+    """Our names to the file's: those of `columns`, then those everybody uses.
+
+    Raises:
+        InputError: a name of `columns` that we or the file do not have, or two that would both do.
+    """
+    for ours, theirs in facts.columns.items():
+        if ours not in known:
+            raise facts.refuse("columns", f"{shown(ours)} is unknown; there are {', '.join(known)}")
+        if theirs not in found:
+            raise facts.refuse(
+                "columns", f"{path} has no {word} {shown(theirs)}; it has {shown(sorted(found))}"
+            )
+    names = dict(facts.columns)
+    taken = set(names.values())
+    for ours, candidates in known.items():
+        if ours in names:
+            continue
+        here = [name for name in found if name.lower() in candidates and name not in taken]
+        if len(here) > 1:
+            raise InputError(
+                f"{path}: {word}s {' and '.join(map(repr, here))} could both be the {ours}; "
+                f"choose with --columns {ours}=NAME"
+            )
+        if here:
+            names[ours] = here[0]
+            taken.add(here[0])
+    return names
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Files
+
+
+def _open(path: Path) -> dict[str, Load]:
+    data = read_bytes(path)
+    if data.startswith(NPY):
+        return {_stem(path): lambda: _parse_npy(path, data, cut_is_told=True)}
+    if data.startswith((_ZIP, b"PK\x05\x06")):
+        return _open_npz(path, data)
+    if is_safetensors(path, data[:16]):
+        return _open_safetensors(path)
+    raise InputError(f"{path}: begins like no npz, npy or safetensors file; is it cut, or of another kind?")
+
+
+def _stem(path: Path) -> str:
+    """An npy file's array name: `ids` of `ids.npy` and, of longer names, what is known at their end."""
+    stem = path.stem.lower()
+    known = sorted((name for names in NAMES.values() for name in names), key=len, reverse=True)
+    return next((n for n in known if stem == n or stem.endswith(("-" + n, "_" + n, "." + n))), path.stem)
+
+
+def _open_npz(path: Path, data: bytes) -> dict[str, Load]:
+    try:
+        archive = zipfile.ZipFile(io.BytesIO(data))
+        members = {info.filename: info for info in archive.infolist()}
+    except Exception as error:  # what zipfile raises on damaged bytes is a dozen types
+        raise InputError(f"{path}: not a readable npz, cut short or damaged: {one_line(error)}") from error
+
+    def load(name: str) -> Callable[[], NDArray[Any]]:
+        def read() -> NDArray[Any]:
+            info = members[name]
+            if info.file_size > _MOST_DEFLATED * (info.compress_size + 64):
+                raise InputError(
+                    f"{path}, array '{name}': claims {info.file_size} bytes, which it cannot hold"
+                )
+            try:
+                content = archive.read(info)
+            except Exception as error:
+                raise InputError(f"{path}, array '{name}': cannot be read: {one_line(error)}") from error
+            return _parse_npy(path, content, f", array '{name.removesuffix('.npy')}'")
+
+        return read
+
+    return {name.removesuffix(".npy"): load(name) for name in members if name.endswith(".npy")}
+
+
+def _open_safetensors(path: Path) -> dict[str, Load]:
+    try:
+        import ml_dtypes  # noqa: F401  teaches NumPy bfloat16; JAX brings it
+        import safetensors
+    except ImportError as error:
+        raise InputError(
+            f"{path}: reading safetensors needs {error.name}; install simlab with its extra 'arrays'"
+        ) from error
+
+    def load(name: str) -> Load:
+        def read() -> NDArray[Any]:
+            try:
+                with safetensors.safe_open(str(path), framework="numpy") as file:
+                    return file.get_tensor(name)
+            except Exception as error:
+                raise InputError(f"{path}, array '{name}': cannot be read: {one_line(error)}") from error
+
+        return read
+
+    try:
+        with safetensors.safe_open(str(path), framework="numpy") as file:
+            names = list(file.keys())
+    except Exception as error:
+        raise InputError(f"{path}: not a readable safetensors file: {one_line(error)}") from error
+    return {name: load(name) for name in names}
+
+
+def _parse_npy(path: Path, data: bytes, where: str = "", cut_is_told: bool = False) -> NDArray[Any]:
+    """An array of a npy file's bytes; one that ends early keeps its whole tokens where `cut_is_told`."""
+    file = io.BytesIO(data)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of headers as Python 2 wrote them, which read well
+            version = np.lib.format.read_magic(file)
+            read_header = {
+                (1, 0): np.lib.format.read_array_header_1_0,
+                (2, 0): np.lib.format.read_array_header_2_0,
+            }.get(version)
+            if read_header is None:
+                raise InputError(
+                    f"{path}{where}: npy version {version[0]}.{version[1]}, simlab reads 1.0 and 2.0"
+                )
+            shape, fortran, dtype = read_header(file)
+    except InputError:
+        raise
+    except Exception as error:  # the header is a Python literal, and fails in as many ways
+        raise InputError(f"{path}{where}: not a readable npy array: {one_line(error)}") from error
+    if dtype.kind not in "iuf" or dtype.itemsize > 8:
+        hint = "; is it bfloat16? save it as float32" if dtype.kind == "V" else ""
+        raise InputError(f"{path}{where}: of type {dtype}, must be whole numbers or floats{hint}")
+    if any(isinstance(n, bool) or n < 0 for n in shape):
+        raise InputError(f"{path}{where}: shape {shape} is impossible")
+    held = len(data) - file.tell()
+    needed = math.prod(shape) * dtype.itemsize
+    if held < needed:
+        per_token = needed // shape[0] if shape else 0
+        whole = held // per_token if per_token else 0
+        if not cut_is_told or fortran or not whole:
+            raise InputError(f"{path}{where}: cut short, {held} of {needed} bytes are there")
+        text = f"{path}{where}: cut short at its end; using its {whole} complete tokens of {shape[0]}"
+        warnings.warn(text, SimlabWarning, stacklevel=2)
+        shape = (whole, *shape[1:])
+    flat = np.frombuffer(data, dtype, math.prod(shape), file.tell())
+    return flat.reshape(shape, order="F" if fortran else "C")
+
+
+def _load(path: Path, load: Load) -> NDArray[Any]:
+    try:
+        return load()
+    except MemoryError as error:
+        raise InputError(f"{path}: does not fit into memory") from error
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Shapes and types
+
+
+class _Arrays:
+    """The arrays of one dump, checked against each other."""
+
+    def __init__(
+        self, path: Path, names: dict[str, str], arrays: dict[str, NDArray[Any]], facts: Facts
+    ) -> None:
+        self.path, self.names, self.arrays, self.facts = path, names, arrays, facts
+
+    def refuse(self, ours: str, problem: str) -> InputError:
+        return InputError(f"{self.path}, array '{self.names[ours]}': {problem}")
+
+    def routings(self) -> Routings:
+        ids = self.arrays["ids"]
+        if ids.dtype.kind not in "iu":
+            raise self.refuse("ids", f"of type {ids.dtype}, and expert ids are whole numbers")
+        if ids.ndim != 3 or 0 in ids.shape:
+            raise self.refuse(
+                "ids", f"of shape {list(ids.shape)}, must be [tokens, layers, k], none of them 0"
+            )
+        n_tokens, n_layers, k = ids.shape
+        layers = self._layers(n_tokens, n_layers)
+        wide = {name: self._floats(name) for name in ("weights", "scores", "gate_probs")}
+        n_rows = n_tokens * n_layers
+
+        def where(name: str, row: int, slot: int | None) -> str:
+            at = f", slot {slot}" if slot is not None else ""
+            array = self.names.get(name, name)
+            return (
+                f"{self.path}, array '{array}', token {row // n_layers}, layer {layers[row % n_layers]}{at}"
+            )
+
+        per_token, last_token = self._per_token(n_tokens)
+        limit = int(np.iinfo(ids.dtype).max)
+        if ids.dtype.itemsize == 8 and ids.dtype.kind == "u":
+            ids = np.minimum(ids, np.uint64(np.iinfo(np.int64).max))
+        return Routings(
+            path=self.path,
+            token=np.repeat(np.arange(n_tokens), n_layers),
+            layer=np.tile(np.array(layers, np.int64), n_tokens),
+            layers=layers,
+            experts=ids.astype(np.int64).reshape(n_rows, k),
+            n_tokens=n_tokens,
+            where=where,
+            **{n: None if a is None else a.reshape(n_rows, a.shape[2]) for n, a in wide.items()},
+            tokens=per_token,
+            last_token=last_token,
+            id_limit=limit,
+        )
+
+    def _layers(self, n_tokens: int, n_layers: int) -> tuple[int, ...]:
+        layers = self.facts.moe_layers or tuple(range(n_layers))
+        if len(layers) != n_layers:
+            hint = ", and axes that look like [layers, tokens, k]" if len(layers) == n_tokens else ""
+            raise self.refuse(
+                "ids", f"{n_layers} layers, but {self.facts.said['moe_layers']} says {len(layers)}{hint}"
+            )
+        return layers
+
+    def _floats(self, name: str) -> NDArray[np.float32] | None:
+        if name not in self.names:
+            return None
+        array = self.arrays[name]
+        ids = self.arrays["ids"].shape
+        if array.dtype.name not in ("float16", "bfloat16", "float32", "float64"):
+            raise self.refuse(name, f"of type {array.dtype}, must be float16, bfloat16, float32 or float64")
+        last = ids[2] if name == "weights" else "n_expert"
+        if array.ndim != 3 or array.shape[:2] != ids[:2] or (name == "weights" and array.shape[2] != ids[2]):
+            raise self.refuse(
+                name, f"of shape {list(array.shape)}, must be [{ids[0]}, {ids[1]}, {last}], as the ids are"
+            )
+        with np.errstate(over="ignore", invalid="ignore"):
+            single = array.astype(np.float32)
+            lost = np.isinf(single) & ~np.isinf(array) if array.dtype == np.float64 else np.zeros(1, bool)
+        if lost.any():
+            token, layer, _ = np.argwhere(lost)[0].tolist()
+            raise self.refuse(name, f"a number too large for float32 at token {token}, layer {layer}")
+        if name == "scores" and array.dtype.itemsize == 2:
+            text = (
+                f"{self.path}, array '{self.names[name]}': {array.dtype.name} has few digits, so near-ties are "
+                "ties; margins act on the rounded scores"
+            )
+            warnings.warn(text, SimlabWarning, stacklevel=2)
+        return single
+
+    def _per_token(self, n_tokens: int) -> tuple[dict[str, NDArray[np.int64]], int | None]:
+        out: dict[str, NDArray[np.int64]] = {}
+        last_token: int | None = None
+        for name in PER_TOKEN:
+            if name not in self.names:
+                continue
+            array = self.arrays[name]
+            if array.dtype.kind not in "iu":
+                raise self.refuse(name, f"of type {array.dtype}, must be whole numbers")
+            # The last sampled token is never evaluated, so it has an id and no routing.
+            one_more = name == "token" and array.shape == (n_tokens + 1,)
+            if array.shape != (n_tokens,) and not one_more:
+                raise self.refuse(name, f"of shape {list(array.shape)}, must be [{n_tokens}], one per token")
+            if array.dtype == np.uint64:
+                array = np.minimum(array, np.uint64(np.iinfo(np.int64).max))
+            values = array.astype(np.int64)
+            if one_more:
+                last_token, values = int(values[-1]), values[:-1]
+                if not 0 <= last_token <= np.iinfo(np.int32).max:
+                    raise self.refuse(name, f"{last_token} at token {n_tokens} is no id of a vocabulary")
+            out[name] = values
+        return out, last_token

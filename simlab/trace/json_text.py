@@ -1,0 +1,71 @@
+"""JSON as other programs write it: read in one place, refused in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from simlab.errors import InputError
+
+
+class _Twice(ValueError):
+    """A field that an object has twice."""
+
+
+def read_bytes(path: Path) -> bytes:
+    """A file's bytes.
+
+    Raises:
+        InputError: the file is missing, cannot be read, is empty or a Git-LFS pointer.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file") from None
+    except (OSError, ValueError) as error:  # a NUL in the name is a ValueError
+        raise InputError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if not data.strip():
+        raise InputError(f"{path}: the file is empty")
+    if data.startswith(b"version https://git-lfs"):
+        raise InputError(f"{path}, line 1: a Git-LFS pointer, not the data; run 'git lfs pull' to fetch it")
+    return data
+
+
+def parse_json(data: bytes, where: str) -> Any:
+    """A JSON value in which no object has a field twice; NaN and Infinity, which Python writes, are taken.
+
+    Raises:
+        InputError: not JSON; the text begins with `where`.
+    """
+    try:
+        return json.loads(data, object_pairs_hook=_once)
+    except _Twice as error:
+        raise InputError(f"{where}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        # ValueError is JSONDecodeError, UnicodeDecodeError and a number of thousands of digits.
+        why = "nested too deeply" if isinstance(error, RecursionError) else one_line(error)
+        raise InputError(f"{where}: not JSON: {why}") from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise _Twice(f"field {shown(twice)} is there twice")
+    return fields
+
+
+def shown(value: Any) -> str:
+    """A value, cut to what fits into a message."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        text = "a value that cannot be shown"
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def one_line(error: BaseException) -> str:
+    """The text of an exception on one line."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
