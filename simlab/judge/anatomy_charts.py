@@ -76,31 +76,36 @@ def explain_chart(explanation: Explanation) -> alt.HConcatChart:
 
 
 def _along(e: Explanation) -> alt.Chart:
-    rows = [
-        {
-            "from": row["window"],
-            "to": row["window"] + row["tokens"],
-            "kind": _KIND_WORDS[kind],
-            "order": place,
-            "misses": row[kind] / row["tokens"],
-        }
-        for row in e.windows.iter_rows(named=True)
-        for place, kind in enumerate(_KINDS)
-    ]
+    rows = []
+    for row in e.windows.iter_rows(named=True):
+        top = 0.0
+        for kind, words in _KIND_WORDS.items():
+            misses = row[kind] / row["tokens"]
+            rows.append(
+                {
+                    "from": row["window"],
+                    "to": row["window"] + row["tokens"],
+                    "kind": words,
+                    "low": top,
+                    "high": top + misses,
+                    "misses": misses,
+                }
+            )
+            top += misses
     colour = (
         alt.Color("kind:N")
-        .scale(domain=list(_KIND_WORDS.values()), range=list(_KINDS.values()))
+        .scale(domain=list(_KIND_WORDS.values()), range=[_KINDS[kind] for kind in _KIND_WORDS])
         .legend(alt.Legend(title=None, orient="top", labelLimit=240))
     )
     return (
         alt.Chart(_data(rows))
-        .mark_bar()
+        .mark_rect()
         .encode(
             x=alt.X("from:Q").title("Decode token").scale(nice=False),
             x2="to:Q",
-            y=alt.Y("misses:Q").title("Misses per token").stack("zero"),
+            y=alt.Y("low:Q").title("Misses per token").scale(zero=True),
+            y2="high:Q",
             color=colour,
-            order="order:Q",
             tooltip=[
                 alt.Tooltip("kind:N", title="Misses"),
                 alt.Tooltip("misses:Q", title="Per token", format=".2f"),

@@ -442,14 +442,15 @@ def judge(
         return Verdict(
             "policy",
             f"Policy: with the same budget and routing Belady would hit {gain:,} of the {c['misses']:,} lookups "
-            f"{name} misses. A better eviction can win part of that; how much without knowing the future, "
-            "only trying tells.",
+            f"{name} misses ({100 * gain / c['misses']:.0f} %). A better eviction can win part of that; how much "
+            "without knowing the future, only trying tells.",
             tuple(evidence),
         )
     return Verdict(
         "working set",
-        f"Working set: {part(rest)} are of entries used before that even Belady cannot keep at this budget. "
-        "Only a larger budget, or routing that prefers what is resident, can help.",
+        f"Working set: {part(rest)} are of entries used before that even Belady cannot keep at this budget; "
+        "against those only a larger budget helps, or routing that prefers what is resident. "
+        f"Eviction could win {'nothing' if gain <= 0 else f'at most {part(gain)}'}.",
         tuple(evidence),
     )
 

@@ -10,6 +10,12 @@ from simlab.cells import MIB
 from simlab.cli.output import align
 from simlab.judge.explain import Explanation, Phase, Rate
 
+_READS, _COMPUTE, _MANAGEMENT = "waiting for reads", "compute", "cache management"
+_LARGEST_PART = {
+    _READS: ": fewer or earlier reads are what speeds it up",
+    _COMPUTE: ": what a cache saves shows only in part",
+    _MANAGEMENT: ": handling the cache costs more than it waits for",
+}
 _MEASURED = "Measured when the trace was recorded, not simulated."
 
 
@@ -106,8 +112,8 @@ def _sizes(e: Explanation) -> Section:
 
 def _standing(total: int, foot: int, cycle: int) -> str:
     if total <= foot:
-        return "below it"
-    return "on the climb" if total < cycle else f"{100 * (total / cycle - 1):.0f} % of a cycle above"
+        return "below the climb"
+    return "on the climb" if total < cycle else f"above the climb, at {total / cycle:.3g} cycles"
 
 
 def _misses(e: Explanation) -> Section:
@@ -200,15 +206,14 @@ def _times(e: Explanation) -> Section:
     ]
     share = t.read_share
     if share is not None:
-        most = "any" if share >= 1 else f"at most {1 / (1 - share):.2f}"
+        most = "any number of" if share >= 1 else f"at most {1 / (1 - share):.2f}"
         lines.append(
             f"Reads are {100 * share:.0f} % of the time: without any, this decode would be {most} times as fast."
         )
-        lines.append(
-            "Reads limit this decode more than compute does."
-            if share > 0.5
-            else "Compute, not reads, limits this decode: what the cache saves shows only in part."
-        )
+    known = {name: ms for name, ms in parts.items() if ms is not None}
+    if len(known) > 1 and share is not None:
+        largest = max(known, key=lambda name: known[name])
+        lines.append(f"The largest part is {largest}{_LARGEST_PART[largest]}.")
     return Section("Time", tuple(lines))
 
 
