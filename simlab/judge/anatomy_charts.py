@@ -47,7 +47,7 @@ def curve_chart(curve: pl.DataFrame, header: TraceHeader, scope: Scope) -> alt.H
 def explain_chart(explanation: Explanation) -> alt.HConcatChart:
     """Left: where the budget stands on the LRU curve, and Belady there. Right: misses by kind along the decode."""
     e = explanation
-    cycles = e.budget.total_bytes / e.cycle_bytes
+    cycles = e.budget.total_bytes / e.header.cycle_bytes()  # the curve's own, whatever k the cell runs
     points = [
         {"cycles": cycles, "hit": 100 * rate.value, "what": what}
         for what, rate in (("this cell", e.decode.hit_rate), ("Belady", e.decode.optimum_hit_rate))

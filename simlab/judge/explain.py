@@ -115,6 +115,8 @@ class Explanation:
     changes: list[Change]
     timing: Timing | None
     verdict: Verdict
+    look_ahead: bool
+    """Whether the recording read ahead: the cell's hits count those entries, Belady and the curve have none."""
 
     @property
     def header(self) -> TraceHeader:
@@ -127,7 +129,7 @@ class Explanation:
     @property
     def foot_bytes(self) -> int | None:
         """Largest budget without a decode hit under a global LRU; None where there is no cliff."""
-        return None if self.budget.per_layer else _foot(self.header)
+        return None if self.budget.per_layer else _foot(self.header, self.top_k)
 
 
 def explain(trace: TraceLike, cell: Cell, *, progress: Callable[[float], None] | None = None) -> Explanation:
@@ -185,7 +187,8 @@ def explain(trace: TraceLike, cell: Cell, *, progress: Callable[[float], None] |
         curve=curve,
         changes=changes,
         timing=timing,
-        verdict=judge(cell, budget, header.cycle_bytes(k), _foot(header), decode, used, router),
+        verdict=judge(cell, budget, header.cycle_bytes(k), _foot(header, k), decode, used, router),
+        look_ahead=columns.speculative.shape[1] > 0,
     )
 
 
@@ -279,8 +282,8 @@ def _margin_cells(trace: Trace, cell: Cell, budget: ResolvedBudget) -> list[Cell
     return [replace(cell, route=route) for route in routes]
 
 
-def _foot(header: TraceHeader) -> int | None:
-    return max(cliff_foot(header), 0) if len(header.moe_layers) > 1 else None
+def _foot(header: TraceHeader, k: int) -> int | None:
+    return max(cliff_foot(header, k), 0) if len(header.moe_layers) > 1 else None
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -140,6 +140,11 @@ def _misses(e: Explanation) -> Section:
     lines = (
         "Belady evicts what is used again last, at the same budget, on the routing that ran: no eviction has "
         "fewer misses where entries are of one size.",
+        *(
+            ["The recording read ahead: the cell's hits count what came in early, Belady's do not."]
+            if e.look_ahead
+            else []
+        ),
     )
     return Section("Misses at this budget", lines, table)
 

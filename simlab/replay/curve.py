@@ -120,13 +120,13 @@ def at_budget(curve: pl.DataFrame, budget_bytes: int) -> dict[str, Any]:
     }
 
 
-def cliff_foot(header: TraceHeader) -> int:
+def cliff_foot(header: TraceHeader, k: int | None = None) -> int:
     """The largest budget, in bytes, with no hit in decode: one cycle minus k entries of the largest layer.
 
     For a global LRU with two or more MoE layers and one-token graphs (engine-semantics, section 3): between
-    two uses of an entry lie at least all entries of the other layers.
+    two uses of an entry lie at least all entries of the other layers. `k`: experts per token, if not the model's.
     """
-    return header.cycle_bytes() - header.n_expert_used * max(header.entry_bytes.values())
+    return header.cycle_bytes(k) - (k or header.n_expert_used) * max(header.entry_bytes.values())
 
 
 def landmarks(curve: pl.DataFrame, header: TraceHeader, scope: Scope = "global") -> list[Landmark]:
