@@ -9,10 +9,11 @@ from collections.abc import Sequence
 
 from simlab.errors import InputError
 from simlab.policy import find_eviction, find_routing
-from simlab.types import Budget, Cell, ResolvedBudget, Route, RoutingPolicy, Scope, Step, TraceHeader
+from simlab.types import Budget, Cell, Policy, ResolvedBudget, Route, RoutingPolicy, Scope, Step, TraceHeader
 
 MIB = 1 << 20
-_STAGE_ORDER = ("width", "rerank", "drop")
+_PLACE = {"width": 0, "rerank": 1, "swap": 1, "drop": 2}
+"""Of the stages in a route: a rerank and a swap both say which experts run."""
 _BUDGET = re.compile(
     r"^(?P<amount>[0-9]*\.?[0-9]+(?:e[+-]?\d+)?)(?P<unit>MiB|GiB|cycles?|/layer|%)$", re.IGNORECASE
 )
@@ -94,16 +95,32 @@ def parse_route(text: str) -> Route:
             where = f"part {place} of {len(parts)} " if len(parts) > 1 else ""
             raise InputError(f"--route '{text}': {where}names no policy; write name:knob=v, composed with +")
     steps = [_parse_step(part, text) for part in parts]
-    steps.sort(key=lambda s: _STAGE_ORDER.index(s.policy.stage))
-    stages = [s.policy.stage for s in steps]
-    for stage in _STAGE_ORDER:
-        if stages.count(stage) > 1:
-            raise InputError(f"--route {text}: two {stage} policies in one route; one of each stage composes")
+    steps.sort(key=_place)
+    for first, second in itertools.pairwise(steps):
+        a, b = first.policy, second.policy
+        if a.stage == b.stage:
+            raise InputError(
+                f"--route {text}: two {a.stage} policies in one route; one of each stage composes"
+            )
+        if _place(first) == _place(second):
+            raise InputError(
+                f"--route {text}: {a.name} ({a.stage}) and {b.name} ({b.stage}) both decide which experts run; "
+                "give one of them"
+            )
     return Route(tuple(steps))
+
+
+def _place(step: Step) -> int:
+    return _PLACE[step.policy.stage]
 
 
 def make_step(policy: RoutingPolicy, given: dict[str, float], option: str) -> Step:
     """A step with defaults filled in and every knob checked against its range; `option` is what asked for it."""
+    return Step(policy, _fill_knobs(policy, given, option), option)
+
+
+def _fill_knobs(policy: Policy, given: dict[str, float], option: str) -> dict[str, float]:
+    """A policy's knobs, those not given at their defaults, checked against their ranges."""
     for name in given:
         if name not in policy.knobs:
             known = ", ".join(policy.knobs) or "none"
@@ -118,20 +135,62 @@ def make_step(policy: RoutingPolicy, given: dict[str, float], option: str) -> St
         if knob.integer and value != int(value):
             raise InputError(f"{option}: {policy.name}:{name} must be a whole number")
         knobs[name] = int(value) if knob.integer else float(value)
-    return Step(policy, knobs, option)
+    return knobs
 
 
 def _parse_step(part: str, whole: str) -> Step:
-    name, _, rest = part.partition(":")
+    name, given = _parse_spec(part, f"--route {whole}")
+    return make_step(find_routing(name), given, f"--route {whole}")
+
+
+def _parse_spec(text: str, option: str) -> tuple[str, dict[str, float]]:
+    """`name:knob=v,knob=v` as a name and numbers."""
+    name, _, rest = text.partition(":")
     given: dict[str, float] = {}
     for pair in filter(None, (p.strip() for p in rest.split(","))):
         knob, equals, value = pair.partition("=")
         if not equals:
-            raise InputError(f"--route {whole}: '{pair}' is not knob=value")
+            raise InputError(f"{option}: '{pair}' is not knob=value")
         if knob.strip() in given:
-            raise InputError(f"--route {whole}: '{knob.strip()}' is given twice")
-        given[knob.strip()] = parse_number(value, f"--route {whole}")
-    return make_step(find_routing(name.strip()), given, f"--route {whole}")
+            raise InputError(f"{option}: '{knob.strip()}' is given twice")
+        given[knob.strip()] = parse_number(value, option)
+    return name.strip(), given
+
+
+def parse_evict(text: str) -> tuple[str, dict[str, float]]:
+    """A SPEC such as `lfu_decay:half_life=64`, or a policy file, as a name and all of its knobs.
+
+    Raises:
+        InputError: no such policy, or a knob it does not have or out of its range.
+    """
+    name, given = _parse_spec(text, f"--evict {text}")
+    return name, _fill_knobs(find_eviction(name), given, f"--evict {text}")
+
+
+def check_eviction(cell: Cell, *, trained: bool) -> None:
+    """Refuse an eviction policy that lacks what it learns from, or has another scope than the cell.
+
+    Args:
+        trained: whether the run has a training part.
+    """
+    policy = find_eviction(cell.evict)
+    if "training" in policy.needs and not trained:
+        raise InputError(
+            f"--evict {policy.name}: learns from a training part; add --train 25%, OTHER.trace or same"
+        )
+    if policy.scope is not None and cell.scope != policy.scope:
+        raise InputError(f"--evict {policy.name}: has scope {policy.scope}, this cell has {cell.scope}")
+
+
+def check_live(cell: Cell) -> None:
+    """Refuse a cell that only a replay can run."""
+    if cell.sequential:
+        raise InputError("--sequential: measures what a replay makes of it; the engine runs whole batches")
+    policy = find_eviction(cell.evict)
+    if "future" in policy.needs:
+        raise InputError(
+            f"--evict {policy.name}: knows the future, which a live run does not have; replay it"
+        )
 
 
 def parse_number(text: str, option: str) -> float:
@@ -151,13 +210,13 @@ def build_cells(
     routes: Sequence[str] = (),
     evicts: Sequence[str] = ("lru",),
     scope: Scope = "global",
+    sequential: bool = False,
 ) -> list[Cell]:
     """Every combination of the options as cells, budgets outermost; lists as `interface.md` allows them.
 
     `margins`, `drops` and `top_ks` multiply into each route; a route that has that stage refuses them.
+    `scope` is that of policies which have none of their own.
     """
-    for evict in evicts:
-        find_eviction(evict)
     bases = [parse_route(r) for r in routes] or [Route()]
     shorthands = [
         [_short("top_k", "k", v, "--top-k") for v in top_ks] or [None],
@@ -166,11 +225,12 @@ def build_cells(
     ]
     found: list[Cell] = []
     parsed = [parse_budget(b) for b in budgets]
+    keeps = [(*parse_evict(e), find_eviction(e.partition(":")[0].strip()).scope) for e in evicts]
     extras = list(itertools.product(*shorthands))
-    for budget, evict, base, extra in itertools.product(parsed, evicts, bases, extras):
+    for budget, (evict, knobs, own_scope), base, extra in itertools.product(parsed, keeps, bases, extras):
         steps = list(base.steps)
         for step in filter(None, extra):
-            same = next((s for s in steps if s.policy.stage == step.policy.stage), None)
+            same = next((s for s in steps if _place(s) == _place(step)), None)
             if same is not None and same.policy.is_builtin("original"):
                 steps.remove(same)
             elif same is not None:
@@ -179,11 +239,12 @@ def build_cells(
                     "give one of them"
                 )
             steps.append(step)
-        steps.sort(key=lambda s: _STAGE_ORDER.index(s.policy.stage))
+        steps.sort(key=_place)
         route = Route(tuple(steps)) if steps else parse_route("original")
         check_cache(route, budget)
         # Experts of its own for each layer are a cache per layer, whatever the scope was said to be.
-        found.append(Cell(route, budget, evict, {}, "per_layer" if budget.kind == "per_layer" else scope))
+        of_budget: Scope = "per_layer" if budget.kind == "per_layer" else scope
+        found.append(Cell(route, budget, evict, knobs, own_scope or of_budget, sequential))
     if len(set(map(_identity, found))) < len(found):
         found = list({_identity(c): c for c in found}.values())
     return found
@@ -193,7 +254,8 @@ def _identity(cell: Cell) -> tuple:
     """Equal for cells that are the same setting: of the same code, whatever it is called."""
     steps = tuple((s.policy.stage, s.policy.function, tuple(s.knobs.items())) for s in cell.route.steps)
     evict = find_eviction(cell.evict)
-    return (steps, evict.key, evict.touch, tuple(cell.evict_knobs.items()), cell.budget, cell.scope)
+    keeps = (evict.function, evict.touch, tuple(cell.evict_knobs.items()), cell.scope, cell.sequential)
+    return (steps, keeps, cell.budget)
 
 
 def _short(name: str, knob: str, value: str, option: str) -> Step:
@@ -205,5 +267,5 @@ def check_cache(route: Route, budget: Budget) -> None:
     if budget.kind != "off":
         return
     for step in route.steps:
-        if step.policy.stage in ("rerank", "drop") and not step.policy.is_builtin("original"):
+        if step.policy.uses_cache and not step.policy.is_builtin("original"):
             raise InputError(f"--budget off: {step.policy.name} needs a cache, or nothing is resident")

@@ -29,20 +29,34 @@ from simlab.errors import InputError
 from simlab.policy_check import check_policy, one_line
 from simlab.types import (
     Array,
+    EvictFunction,
     EvictionPolicy,
     KeyFunction,
     Knob,
+    Learned,
     Policy,
+    PrepareFunction,
     RoutingFunction,
     RoutingPolicy,
+    Scope,
     Stage,
     TouchFunction,
+    TrainFunction,
 )
 
-_NEEDS = frozenset({"scores", "rank", "weights"})
+_OF_EXPERTS = frozenset({"scores", "rank", "weights", "mass"})
+_NEEDS: Mapping[Stage, frozenset[str]] = {
+    "width": frozenset(),
+    "rerank": _OF_EXPERTS,
+    "swap": _OF_EXPERTS,
+    "drop": frozenset({"scores", "rank", "weights", "lighter"}),
+}
+_KINDS = ("layer", "expert", "pair")
 _ROUTING_ARGUMENTS = ("xp", "candidates", "row", "state", "knobs")
 _KEY_ARGUMENTS = ("xp", "state", "last_position", "batch", "knobs")
 _TOUCH_ARGUMENTS = ("xp", "state", "access", "knobs")
+_EVICT_ARGUMENTS = ("xp", "cache", "state", "knobs")
+_PREPARE_ARGUMENTS = ("counts", "sizes", "capacity", "knobs")
 _LARGEST_WHOLE = 2**31 - 1
 
 # -- declaring -----------------------------------------------------------------------------------------------
@@ -54,15 +68,22 @@ def routing(
     knobs: Mapping[str, Knob] | None = None,
     needs: frozenset[str] | set[str] = frozenset(),
     state: Mapping[str, float] | None = None,
+    learns: Mapping[str, Learned] | None = None,
+    train: TrainFunction | None = None,
+    uses_cache: bool = True,
     source: str = "",
 ) -> Callable[[RoutingFunction], RoutingPolicy]:
     """Declare a routing policy named after the function it decorates.
 
     Args:
-        stage: "width" (how many experts), "rerank" (which experts) or "drop" (which slots are skipped).
+        stage: "width" (how many experts), "rerank" (which experts), "swap" (which of the router's experts are
+            replaced, and by which) or "drop" (which slots are skipped).
         knobs: its numbers, by name.
-        needs: what it reads of a trace: "scores", "rank", "weights".
+        needs: what it reads of a trace: "scores", "rank", "weights", "mass", and for slots "lighter".
         state: names and first values of per-layer float32 state it carries from row to row.
+        learns: what `train` returns, by name; the policy finds it in `candidates.learned`.
+        train: called once with the training part of a trace (`--train`).
+        uses_cache: False for one that does not look at residency: it then runs with the cache off too.
         source: paper section or spec line.
 
     Raises:
@@ -75,13 +96,14 @@ def routing(
         where = _check_function(function, _ROUTING_ARGUMENTS)
         if stage not in get_args(Stage):
             raise InputError(f"{where}: stage {stage!r} must be one of {', '.join(get_args(Stage))}")
-        if isinstance(needs, str) or not frozenset(needs) <= _NEEDS:
-            given = needs if isinstance(needs, str) else ", ".join(sorted(map(str, needs)))
-            raise InputError(f"{where}: needs '{given}' must be a set of {', '.join(sorted(_NEEDS))}")
-        if stage == "width" and (needs or state):
+        if stage == "width" and (needs or state or learns):
             raise InputError(
                 f"{where}: a width policy gives one k for the whole run; it can have no needs and no state"
             )
+        if isinstance(needs, str) or not frozenset(needs) <= _NEEDS[stage]:
+            given = needs if isinstance(needs, str) else ", ".join(sorted(map(str, needs)))
+            known = ", ".join(sorted(_NEEDS[stage]))
+            raise InputError(f"{where}: needs '{given}' must be a set of {known} in a {stage} policy")
         return RoutingPolicy(
             name=_label(function),
             stage=stage,
@@ -89,6 +111,9 @@ def routing(
             knobs=_check_knobs(where, knobs),
             needs=frozenset(needs),
             state=_check_state(where, state),
+            learns=_check_learns(where, stage, learns, train),
+            train=train,
+            uses_cache=uses_cache and stage != "width",
             source=source,
             source_hash=_source_hash(function),
             origin=_origin(function),
@@ -102,9 +127,17 @@ def eviction(
     touch: TouchFunction | None = None,
     state: Mapping[str, float] | None = None,
     knobs: Mapping[str, Knob] | None = None,
+    needs: frozenset[str] | set[str] = frozenset(),
+    bypass: bool = False,
+    scope: Scope | None = None,
     source: str = "",
 ) -> Callable[[KeyFunction], EvictionPolicy]:
     """Declare an eviction policy from its key function; `touch` updates its per-entry `state`.
+
+    Args:
+        needs: "ids", "pass" and "future" (see `EvictionPolicy.needs`).
+        bypass: whether the batch's own entries may leave at its end too.
+        scope: the only scope it has.
 
     Raises:
         InputError: a declaration that cannot be used.
@@ -112,20 +145,89 @@ def eviction(
 
     def declare(key: KeyFunction) -> EvictionPolicy:
         where = _check_function(key, _KEY_ARGUMENTS)
-        if touch is not None:
-            _check_arguments(f"{where}: touch", touch, _TOUCH_ARGUMENTS)
-        return EvictionPolicy(
-            name=_label(key),
-            key=key,
-            touch=touch,
-            state=_check_state(where, state),
-            knobs=_check_knobs(where, knobs),
-            source=source,
-            source_hash=_source_hash(key),
-            origin=_origin(key),
+        common = _check_eviction(
+            where, key, touch, state, knobs, needs, {"ids", "pass", "future"}, scope, source
         )
+        return EvictionPolicy(key=key, bypass=bypass, **common)
 
     return declare
+
+
+def whole_cache(
+    *,
+    touch: TouchFunction | None = None,
+    state: Mapping[str, float] | None = None,
+    scalars: Mapping[str, float] | None = None,
+    knobs: Mapping[str, Knob] | None = None,
+    needs: frozenset[str] | set[str] = frozenset(),
+    prepare: PrepareFunction | None = None,
+    bypass: bool = False,
+    scope: Scope | None = None,
+    source: str = "",
+) -> Callable[[EvictFunction], EvictionPolicy]:
+    """Declare an eviction policy that looks at the whole cache at every batch's end (`EvictFunction`).
+
+    Args:
+        state: names and first values of per-entry state; `scalars`: of state a whole cache has once.
+        needs: "future" and "training"; the latter wants `prepare`.
+        prepare: gives the first values of state from counts over a training part (`PrepareFunction`).
+        bypass, scope: as for `eviction`.
+
+    Raises:
+        InputError: a declaration that cannot be used.
+    """
+
+    def declare(evict: EvictFunction) -> EvictionPolicy:
+        where = _check_function(evict, _EVICT_ARGUMENTS)
+        common = _check_eviction(
+            where, evict, touch, state, knobs, needs, {"future", "training"}, scope, source
+        )
+        once = _check_state(where, scalars)
+        if set(once) & set(common["state"]):
+            raise InputError(
+                f"{where}: state and scalars share the name '{min(set(once) & set(common['state']))}'"
+            )
+        if ("training" in common["needs"]) != (prepare is not None):
+            raise InputError(f"{where}: prepare and needs={{'training'}} go together; give both or neither")
+        if prepare is not None:
+            _check_arguments(f"{where}: prepare", prepare, _PREPARE_ARGUMENTS)
+        return EvictionPolicy(evict=evict, scalars=once, prepare=prepare, bypass=bypass, **common)
+
+    return declare
+
+
+def _check_eviction(
+    where: str,
+    function: Callable[..., Any],
+    touch: TouchFunction | None,
+    state: Mapping[str, float] | None,
+    knobs: Mapping[str, Knob] | None,
+    needs: frozenset[str] | set[str],
+    known: set[str],
+    scope: Scope | None,
+    source: str,
+) -> dict[str, Any]:
+    """The fields that both kinds of eviction policy have."""
+    if touch is not None:
+        _check_arguments(f"{where}: touch", touch, _TOUCH_ARGUMENTS)
+    if isinstance(needs, str) or not frozenset(needs) <= known:
+        given = needs if isinstance(needs, str) else ", ".join(sorted(map(str, needs)))
+        raise InputError(f"{where}: needs '{given}' must be a set of {', '.join(sorted(known))}")
+    if "future" in needs and touch is None:
+        raise InputError(f"{where}: needs 'future' is told to touch, which it does not have")
+    if scope not in (None, *get_args(Scope)):
+        raise InputError(f"{where}: scope {scope!r} must be one of {', '.join(get_args(Scope))}")
+    return {
+        "name": _label(function),
+        "touch": touch,
+        "state": _check_state(where, state),
+        "knobs": _check_knobs(where, knobs),
+        "needs": frozenset(needs),
+        "scope": scope,
+        "source": source,
+        "source_hash": _source_hash(function),
+        "origin": _origin(function),
+    }
 
 
 def _name_of(function: Any) -> str:
@@ -199,6 +301,27 @@ def _check_state(where: str, state: Mapping[str, float] | None) -> dict[str, flo
         if not isinstance(name, str) or not isinstance(value, (int, float)):
             raise InputError(f"{where}: state {name!r} must be a name with a number as its first value")
     return dict(state or {})
+
+
+def _check_learns(
+    where: str, stage: Stage, learns: Mapping[str, Learned] | None, train: TrainFunction | None
+) -> dict[str, Learned]:
+    if not isinstance(learns, Mapping | None):
+        raise InputError(f"{where}: learns must be a mapping from names to Learned(per)")
+    if bool(learns) != (train is not None):
+        raise InputError(f"{where}: learns says what train returns; give both or neither")
+    for name, learned in (learns or {}).items():
+        if not isinstance(name, str) or not name.isidentifier():
+            raise InputError(f"{where}: what is learned must have a Python name, not {name!r}")
+        if not isinstance(learned, Learned) or learned.per not in _KINDS:
+            raise InputError(f"{where}: learns {name} must be a Learned(per) of {', '.join(_KINDS)}")
+        if learned.per == "pair" and stage != "swap":
+            raise InputError(f"{where}: learns {name} per pair of experts, which only a swap policy is shown")
+        if learned.untrained is not None and not _is_number(learned.untrained):
+            raise InputError(f"{where}: learns {name}: untrained must be a finite number or None")
+    if train is not None:
+        _check_arguments(f"{where}: train", train, ("training",))
+    return dict(learns or {})
 
 
 # -- arithmetic ----------------------------------------------------------------------------------------------

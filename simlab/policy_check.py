@@ -12,7 +12,17 @@ from types import SimpleNamespace
 from typing import Any
 
 from simlab.errors import InputError
-from simlab.types import Access, Candidates, Choice, EvictionPolicy, Policy, RoutingPolicy, Row
+from simlab.types import (
+    Access,
+    CacheState,
+    Candidates,
+    Choice,
+    EvictionPolicy,
+    LearnedValues,
+    Policy,
+    RoutingPolicy,
+    Row,
+)
 
 
 def one_line(error: BaseException) -> str:
@@ -27,7 +37,7 @@ def policy_error(policy: Policy, error: BaseException) -> InputError:
         raise error
     if isinstance(error, InputError):
         return error
-    functions = [policy.function] if isinstance(policy, RoutingPolicy) else [policy.key, policy.touch]
+    functions = [policy.function, policy.train if isinstance(policy, RoutingPolicy) else policy.touch]
     files = {f.__code__.co_filename for f in functions if hasattr(f, "__code__")}
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename in files]
     where = f"{policy.name}, line {frames[-1].lineno}" if frames else policy.name
@@ -38,6 +48,9 @@ def policy_error(policy: Policy, error: BaseException) -> InputError:
         what = "calls NumPy itself; use xp, which is NumPy live and jax.numpy in a replay"
     elif kinds & {"ConcretizationTypeError", "TracerIntegerConversionError"} or "Python scalar" in str(error):
         what = "makes a Python number of an array; keep to xp and arrays"
+    elif isinstance(error, AttributeError) and isinstance(error.obj, LearnedValues):
+        known = ", ".join(policy.learns if isinstance(policy, RoutingPolicy) else ()) or "nothing"
+        what = f"asks for candidates.learned.{error.name}, which it does not declare; it learns {known}"
     elif isinstance(error, AttributeError) and isinstance(error.obj, SimpleNamespace):
         known = ", ".join(policy.knobs) or "none"
         what = f"asks for knob '{error.name}', which it does not declare; it declares {known}"
@@ -56,9 +69,9 @@ def check_policy(policy: Policy) -> None:
         InputError: it raised, or returned something else than its contract says.
     """
     if isinstance(policy, RoutingPolicy):
-        key = (policy.function, policy.stage, tuple(policy.state))
+        key = (policy.function, policy.stage, tuple(policy.state), policy.needs, tuple(policy.learns.items()))
     else:
-        key = (policy.key, policy.touch, tuple(policy.state))
+        key = (policy.function, policy.touch, tuple(policy.state), tuple(policy.scalars), policy.needs)
     if key in _CHECKED:
         return
     import numpy as np
@@ -82,7 +95,7 @@ def _try_routing(policy: RoutingPolicy, lanes: tuple[int, ...]) -> None:
 
     from simlab.routing import knob_values
 
-    shape = (4, *lanes)
+    k, shape = 2, (4, *lanes)
 
     def column(need: str | None, values: Any, dtype: Any) -> Any:
         values = values if need is None or need in policy.needs else [0] * 4
@@ -91,6 +104,10 @@ def _try_routing(policy: RoutingPolicy, lanes: tuple[int, ...]) -> None:
         array.flags.writeable = False
         return array
 
+    def learned(per: str) -> Any:
+        ones = np.ones({"layer": lanes, "expert": shape, "pair": (k, *shape)}[per], np.float32)
+        return ones[()]
+
     def of_row(value: float, dtype: Any) -> Any:
         return np.full(lanes, value, dtype)[()]
 
@@ -98,15 +115,19 @@ def _try_routing(policy: RoutingPolicy, lanes: tuple[int, ...]) -> None:
         value=column("scores", [0.5, 0.25, -1, -3], np.float32),
         expert=column(None, range(4), np.int32),
         rank=column("rank" if policy.stage == "rerank" else None, range(4), np.int32),
-        resident=column(None, [0, 1, 0, 1], bool),
+        resident=column(None, [0, 1, 0, 1] if policy.uses_cache else [0] * 4, bool),
         weight=column("weights", [0.5, 0.25, 0.125, 0.125], np.float32),
+        mass=column("mass", [0, 0.5, 0.75, 0.875], np.float32),
+        lighter=column("lighter", [1, 0.5, 0.25, 0.125], np.float32),
+        learned=LearnedValues(**{name: learned(one.per) for name, one in policy.learns.items()}),
     )
     row = Row(
-        of_row(2, np.int32),
+        of_row(k, np.int32),
         of_row(0, np.int32),
         of_row(0.5, np.float32),
         of_row(3.5, np.float32),
-        of_row(2, np.int32),
+        of_row(2 if policy.uses_cache else 0, np.int32),
+        of_row(0.5, np.float32),
     )
     state = {name: of_row(value, np.float32) for name, value in policy.state.items()}
     returned = policy.function(np, candidates, row, state, knob_values(policy.knobs, {}))
@@ -119,6 +140,13 @@ def _try_routing(policy: RoutingPolicy, lanes: tuple[int, ...]) -> None:
         _check_value(policy, "Choice(value=...)", choice.value, "fiub", "numbers", shape)
         _check_value(policy, "Choice(tier=...)", choice.tier, "iub", "whole numbers", shape)
         _check_value(policy, "Choice(active=...)", choice.active, "b", "bool, one per row", lanes)
+    elif policy.stage == "swap":
+        _check_value(policy, "Choice(replace=...)", choice.replace, "b", "bool", shape)
+        by_slot = np.ndim(choice.value) > len(shape)
+        _check_value(
+            policy, "Choice(value=...)", choice.value, "fiub", "numbers", (k, *shape) if by_slot else shape
+        )
+        _check_value(policy, "Choice(active=...)", choice.active, "b", "bool, one per row", lanes)
     else:
         _check_value(policy, "Choice(drop=...)", choice.drop, "b", "bool", shape)
     if policy.state:
@@ -128,20 +156,71 @@ def _try_routing(policy: RoutingPolicy, lanes: tuple[int, ...]) -> None:
 def _try_eviction(policy: EvictionPolicy) -> None:
     import numpy as np
 
-    from simlab.routing import knob_values
+    from simlab.routing import entry_facts, first_state, knob_values
 
     position, batch, knobs = np.array([3, 1, 7, 5]), np.int64(4), knob_values(policy.knobs, {})
-    state = {
-        name: np.full(4, first, np.int64 if isinstance(first, int) else np.float64)
-        for name, first in policy.state.items()
-    }
-    key = policy.key(np, dict(state), position, batch, knobs)
-    _check_value(policy, "the key it returns", key, "iuf", "int64 or float64", (4,))
+    state, expert = first_state(policy.state, (4,)), np.arange(4, dtype=np.int32)
+    if policy.key is not None:
+        facts = entry_facts(policy, np.int32(0), expert, position > 5, position > 9)
+        key = policy.key(np, state | facts, position, batch, knobs)
+        _check_value(policy, "the key it returns", key, "iuf", "int64 or float64", (4,))
     if policy.touch is not None:
         first = np.array([True, True, False, True])
-        weight, expert = np.full(4, 0.25, np.float32), np.arange(4, dtype=np.int32)
+        weight = np.full(4, 0.25, np.float32)
         access = Access(position, first, first & (expert > 0), weight, batch, np.int32(0), expert)
         _check_new_state(policy, "what touch returns", policy.touch(np, state, access, knobs), (4,))
+    if policy.evict is not None:
+        _try_whole_cache(policy, ())
+        _try_whole_cache(policy, (2,))
+
+
+def _try_whole_cache(policy: EvictionPolicy, lanes: tuple[int, ...]) -> None:
+    """A cache of four entries of 10 bytes, of which the last one's batch brought it 10 bytes over budget."""
+    import numpy as np
+
+    from simlab.routing import first_state, knob_values
+
+    def column(values: list[Any], dtype: Any) -> Any:
+        return (
+            np.repeat(np.array(values, dtype), lanes[0]).reshape(-1, *lanes)
+            if lanes
+            else np.array(values, dtype)
+        )
+
+    cache = CacheState(
+        resident=column([1, 1, 1, 1, 0], bool),
+        touched=column([0, 0, 0, 1, 0], bool),
+        hit=column([0] * 5, bool),
+        position=column([3, 1, 5, 7, 2], np.int64),
+        bytes=column([10] * 5, np.int64),
+        over=np.full(lanes, 10, np.int64)[()],
+        capacity=np.full(lanes, 30, np.int64)[()],
+        batch=np.int64(4),
+    )
+    state = first_state(policy.state, (5, *lanes)) | first_state(policy.scalars, lanes)
+    assert policy.evict is not None
+    returned = policy.evict(np, cache, dict(state), knob_values(policy.knobs, {}))
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise _bad(policy, f"must return (leaving, state), not {_described(returned)}")
+    leaving, new_state = returned
+    _check_value(policy, "the entries that leave", leaving, "b", "bool", cache.resident.shape)
+    leaves = np.broadcast_to(leaving, cache.resident.shape) & cache.resident
+    if not policy.bypass and (leaves & cache.touched).any():
+        raise _bad(
+            policy, "evicts an entry of the batch itself; leave out cache.touched, or declare bypass=True"
+        )
+    if ((leaves * cache.bytes).sum(axis=0) < cache.over).any():
+        raise _bad(policy, "leaves the cache above its budget though entries could go; free cache.over bytes")
+    names = {**policy.state, **policy.scalars}
+    if not isinstance(new_state, Mapping) or set(new_state) != set(names):
+        listed = ", ".join(names) or "nothing"
+        raise _bad(
+            policy,
+            f"the state it returns must be a dict of what it declared ({listed}), not {_described(new_state)}",
+        )
+    for name, value in new_state.items():
+        shape = (5, *lanes) if name in policy.state else lanes
+        _check_value(policy, f"the state it returns: '{name}'", value, "fiub", "numbers", shape)
 
 
 def _check_new_state(policy: Policy, what: str, new: Any, shape: tuple[int, ...]) -> None:

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from simlab.policy_check import policy_error
-from simlab.types import Access, Array, Candidates, Choice, EvictionPolicy, Knob, Row, Step
+from simlab.types import Access, Array, CacheState, Candidates, Choice, EvictionPolicy, Knob, Row, Step
 
 _EXPERT_BITS = 16
 _NO_SLOT = -1
 
 
 class Rerouted(NamedTuple):
-    """What a rerank step made of rows. `experts` int32 `[K, ...]`, -1 in slots that do not exist."""
+    """What a rerank or swap step made of rows. `experts` int32 `[K, ...]`, -1 in slots that do not exist."""
 
     experts: Array
     reranked: Array
@@ -69,7 +69,9 @@ def width(step: Step, k: int) -> int:
 def decide(
     xp: Any, step: Step, candidates: Candidates, row: Row, state: dict[str, Array], knobs: SimpleNamespace
 ) -> tuple[Choice, dict[str, Array]]:
-    """What a rerank or drop policy makes of rows: values as float32 of the candidates' shape, float32 state.
+    """What a policy makes of rows: values as float32 of the candidates' shape, bool flags, float32 state.
+
+    A `swap` policy's values keep a leading slot axis where it gave one.
 
     Raises:
         InputError: the policy failed, in one line that names it.
@@ -83,6 +85,11 @@ def decide(
                 choice = choice._replace(value=value)
             if value.shape != shape:
                 choice = choice._replace(value=xp.broadcast_to(value, shape))
+        elif policy.stage == "swap":
+            value = xp.asarray(choice.value, dtype=xp.float32)
+            by_slot = value.shape[:1] if value.ndim > len(shape) else ()
+            replaced = xp.broadcast_to(xp.asarray(choice.replace, dtype=bool), shape)
+            choice = choice._replace(value=xp.broadcast_to(value, by_slot + shape), replace=replaced)
         else:
             dropped = xp.asarray(choice.drop, dtype=bool)
             if dropped.shape != shape:
@@ -93,6 +100,26 @@ def decide(
     except BaseException as error:
         raise policy_error(policy, error) from error
     return choice, new_state if policy.state else state
+
+
+def first_state(state: Mapping[str, float], shape: tuple[int, ...]) -> dict[str, Array]:
+    """Eviction state before a run: int64 where the first value is an int, else float64."""
+    return {
+        name: np.full(shape, value, np.int64 if isinstance(value, int) else np.float64)
+        for name, value in state.items()
+    }
+
+
+def entry_facts(
+    policy: EvictionPolicy, layer: Array, expert: Array, in_pass: Array, speculative: Array
+) -> dict[str, Array]:
+    """What a key policy asked to find in its state beside its own."""
+    facts: dict[str, Array] = {}
+    if "ids" in policy.needs:
+        facts |= {"layer": layer, "expert": expert}
+    if "pass" in policy.needs:
+        facts |= {"in_pass": in_pass, "speculative": speculative}
+    return facts
 
 
 def eviction_key(
@@ -109,6 +136,7 @@ def eviction_key(
         InputError: the policy failed, in one line that names it.
     """
     try:
+        assert policy.key is not None
         key = xp.asarray(policy.key(xp, state, last_position, batch, knobs))
         key = xp.broadcast_to(key, last_position.shape)
     except BaseException as error:
@@ -131,6 +159,27 @@ def touch_state(
         return {name: xp.broadcast_to(xp.asarray(new[name]), shape) for name in state}
     except BaseException as error:
         raise policy_error(policy, error) from error
+
+
+def settle(
+    xp: Any, policy: EvictionPolicy, cache: CacheState, state: dict[str, Array], knobs: SimpleNamespace
+) -> tuple[Array, dict[str, Array]]:
+    """Run a whole-cache policy at a batch's end: the entries that leave, and its new state, dtypes kept.
+
+    Raises:
+        InputError: the policy failed, in one line that names it.
+    """
+    assert policy.evict is not None
+    try:
+        leaving, new = policy.evict(xp, cache, dict(state), knobs)
+        state = {
+            name: xp.broadcast_to(xp.asarray(new[name]), old.shape).astype(old.dtype)
+            for name, old in state.items()
+        }
+        leaving = cache.resident & leaving
+    except BaseException as error:
+        raise policy_error(policy, error) from error
+    return leaving if policy.bypass else leaving & ~cache.touched, state
 
 
 def _sortable(xp: Any, value: Array) -> Array:
@@ -208,6 +257,65 @@ def rerank(
     return Rerouted(experts, xp.where(active, n_slots, 0).astype(xp.int32), substituted, state)
 
 
+def swap(
+    xp: Any,
+    step: Step,
+    knobs: SimpleNamespace,
+    candidates: Candidates,
+    row: Row,
+    router: Array,
+    usable: Array,
+    armed: Array,
+    state: Any,
+) -> Rerouted:
+    """Run a swap policy on rows: slots in order, a flagged one goes to the best candidate left.
+
+    Ties go to the lower expert id. A slot for which no candidate is left stays with the router's expert.
+
+    Args:
+        candidates: all experts of the layer by id, `[E, ...]`. router, armed, state: as for `rerank`.
+        usable: bool `[E, ...]`: experts that may be run, those of a finite ranking value.
+    """
+    exists = router != _NO_SLOT
+    n_slots = exists.sum(axis=0).astype(xp.int32)
+    choice, new_state = decide(xp, step, candidates, row, state, knobs)
+    expert, n_expert = candidates.expert, candidates.value.shape[0]
+    active = armed & choice.active & (n_slots > 0) & (row.k < n_expert)
+    flagged = xp.take_along_axis(choice.replace, xp.maximum(router, 0), axis=0) & exists & active
+    left = candidates.resident & usable & ~(router[:, None] == expert[None]).any(axis=0)
+    experts, n_swapped = [], xp.zeros_like(n_slots)
+    for slot in range(router.shape[0]):
+        value = choice.value[slot] if choice.value.ndim > expert.ndim else choice.value
+        able = left & (value > xp.float32("-inf"))
+        best = xp.where(able, value, xp.float32("-inf")).max(axis=0)
+        pick = xp.where(able & (value == best), expert, n_expert).min(axis=0)
+        swapped = flagged[slot] & (pick < n_expert)
+        experts.append(xp.where(swapped, pick, router[slot]))
+        left = left & ~(swapped & (expert == pick))
+        n_swapped = n_swapped + swapped
+    state = {name: xp.where(armed, new_state[name], state[name]) for name in state}
+    return Rerouted(
+        xp.stack(experts).astype(xp.int32),
+        xp.where(active, n_slots, 0).astype(xp.int32),
+        n_swapped.astype(xp.int32),
+        state,
+    )
+
+
+def lighter_sums(xp: Any, weight: Array) -> Array:
+    """float32 `[K, ...]`: each slot's weight and all lighter ones', of equal ones the later is lighter.
+
+    Summed in float64 in slot order and rounded once. Slots that do not exist weigh -inf or 0 and add nothing.
+    """
+    finite = xp.where(weight > 0, weight, xp.float32(0)).astype(xp.float64)
+    slot = xp.arange(weight.shape[0]).reshape((-1,) + (1,) * (weight.ndim - 1))
+    total = xp.zeros_like(finite)
+    for other in range(weight.shape[0]):
+        is_lighter = (weight[other] < weight) | ((weight[other] == weight) & (slot <= other))
+        total = total + xp.where(is_lighter, finite[other], 0.0)
+    return total.astype(xp.float32)
+
+
 def drop(
     xp: Any,
     step: Step,
@@ -225,6 +333,10 @@ def drop(
     weight = xp.where(exists, slots.weight, xp.float32("-inf"))
     top_slot = xp.argmax(weight, axis=0)
     slot = xp.arange(weight.shape[0]).reshape((-1,) + (1,) * (weight.ndim - 1))
+    if "weights" in step.policy.needs:
+        row = row._replace(heaviest=xp.take_along_axis(weight, top_slot[None], axis=0)[0])
+    if "lighter" in step.policy.needs:
+        slots = slots._replace(lighter=lighter_sums(xp, weight))
     choice, new_state = decide(xp, step, slots, row, state, knobs)
     dropped = choice.drop & exists & armed & (slot != top_slot)
     top_expert = xp.take_along_axis(slots.expert, top_slot[None], axis=0)[0]

@@ -75,6 +75,24 @@ def router_ranking(values: Float32, picks: NDArray[np.int32]) -> NDArray[np.int6
     return np.argsort(-key, axis=1)
 
 
+def ranks_of(order: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Place of every expert, `[rows, n_expert]`, in a ranking as `router_ranking` gives it."""
+    ranks = np.empty_like(order)
+    np.put_along_axis(ranks, order, np.arange(order.shape[1])[None], axis=1)
+    return ranks.astype(np.int32)
+
+
+def mass_before(mass: NDArray[np.float64], order: NDArray[np.int64]) -> Float32:
+    """Per expert, the mass of all experts ranked before it; both `[rows, n_expert]`, `order` a ranking.
+
+    Summed from the first expert on in float64, rounded once.
+    """
+    summed = np.add.accumulate(np.take_along_axis(mass, order, axis=1), axis=1)
+    before = np.zeros_like(summed)
+    np.put_along_axis(before, order[:, 1:], summed[:, :-1], axis=1)
+    return before.astype(np.float32)
+
+
 def gate_numerators(gate: Float32, rule: WeightRule) -> Float32:
     """Per expert, the number its weight is a share of: the gate probability, or exp(logit - row maximum)."""
     if not rule.softmax_over_selected:

@@ -24,13 +24,15 @@ Array = Any
 """A NumPy array in the live engine, a JAX array in the replayer."""
 
 PREFILL, DECODE = 0, 1
+NEVER = 2**62
+"""Position and batch of a use that does not come."""
 THROW_AWAY_TURN = -1
 """Turn number of the throw-away decode that warms the cache: replayed, never counted."""
 
 Scope = Literal["global", "per_layer"]
 Gating = Literal["softmax", "sigmoid", "logits"]
 ScoreSpace = Literal["prob", "raw"]
-Stage = Literal["width", "rerank", "drop"]
+Stage = Literal["width", "rerank", "swap", "drop"]
 
 # ---------------------------------------------------------------------------------------------------------
 # The policy contract
@@ -46,11 +48,27 @@ class Knob(NamedTuple):
     help: str = ""
 
 
+class Learned(NamedTuple):
+    """One thing a routing policy learns from a part of a trace before it runs."""
+
+    per: Literal["layer", "expert", "pair"]
+    """What `train` gives: `[B]`, `[B, E]` or `[B, E, E]` (an expert to be replaced, a candidate for it)."""
+    untrained: float | None = None
+    """The value everywhere in a run without training; None: such a run is refused."""
+    help: str = ""
+
+
+class LearnedValues(SimpleNamespace):
+    """What a policy learned, float32, laid along its inputs: per layer `[...]`, per expert `[C, ...]`; per pair
+    `[K, C, ...]`, for each slot the values of its expert with every candidate."""
+
+
 class Candidates(NamedTuple):
     """What a routing policy may look at, element by element. Fields it did not declare in `needs` are zeros.
 
     For a `rerank` policy the candidates are experts of one layer, in any order and possibly only a
-    score-sorted prefix of them; for a `drop` policy they are the k slots of the routing, in slot order.
+    score-sorted prefix of them; for a `swap` policy they are all of them by id; for a `drop` policy they are
+    the k slots of the routing, in slot order.
     """
 
     value: Array
@@ -64,6 +82,14 @@ class Candidates(NamedTuple):
     weight: Array
     """float32 `[C, ...]`: the weight the expert matmul would apply under the routing so far, 0 for experts
     outside it (needs "weights")."""
+    mass: Array = 0.0
+    """float32 `[C, ...]`: the router's probability of all experts it ranks before this one, 0 for its first
+    (needs "mass"; not for slots)."""
+    lighter: Array = 0.0
+    """float32 `[C, ...]`, for slots alone: the weight of this slot and all lighter ones, of equal ones the later
+    counts as lighter (needs "lighter")."""
+    learned: LearnedValues = LearnedValues()
+    """What `train` returned, by name (declared by `learns`)."""
 
 
 class Row(NamedTuple):
@@ -78,7 +104,9 @@ class Row(NamedTuple):
     range: Array
     """float32: largest minus smallest finite ranking value, rounded once."""
     n_resident: Array
-    """int32: resident experts of this layer with a finite ranking value."""
+    """int32: resident experts of this layer, with "scores" only those of a finite ranking value."""
+    heaviest: Array = 0.0
+    """float32, for a `drop` policy alone: the largest weight of the row's slots (needs "weights")."""
 
 
 class Choice(NamedTuple):
@@ -86,17 +114,22 @@ class Choice(NamedTuple):
 
     `width`: `k`, one whole number for the run from the knobs and the model's own k in `row.k`; all else is
     zeros there. `rerank`: `value`, `tier`, `active`; the driver takes the k candidates with the largest
-    (tier, value), ties to the lower expert id. `drop`: `drop`; the driver never drops the top-weight slot.
+    (tier, value), ties to the lower expert id. `swap`: `replace`, `value`, `active`; slot by slot, in order,
+    the driver gives a slot whose expert is flagged to the best remaining candidate: resident, outside the
+    router's k, not taken by an earlier slot, of a finite ranking value. `drop`: `drop`; the driver never drops
+    the top-weight slot.
     """
 
     value: Array = None
-    """`[C, ...]`, taken as float32."""
+    """`[C, ...]`, taken as float32; `swap`: `[K, C, ...]` too, and -inf or NaN never takes a slot."""
     tier: Array = 0
     """Whole numbers `[C, ...]`."""
     active: Array = True
     """bool `[...]`: False leaves this row to the router and does not count it as reranked."""
     drop: Array = None
     """bool `[C, ...]`."""
+    replace: Array = None
+    """bool `[C, ...]`: experts that, where the router picked them, are to be replaced."""
     k: Array = None
 
 
@@ -117,6 +150,36 @@ class Access(NamedTuple):
     """int32: MoE layer index."""
     expert: Array
     """int32: expert id."""
+    next_position: Array = NEVER
+    """int64: position of the entry's first occurrence after this batch, `NEVER` if none (needs "future")."""
+    next_batch: Array = NEVER
+    """int64: number of the batch of that occurrence (needs "future")."""
+
+
+class CacheState(NamedTuple):
+    """One cache at the end of a batch, as a whole-cache eviction policy sees it.
+
+    `N` entries come first: every (layer, expert), layer by layer. With scope `per_layer` each layer is a cache
+    of its own; entries of other layers are then neither resident nor touched and what is said of them is
+    ignored.
+    """
+
+    resident: Array
+    """bool `[N, ...]`: in RAM, this batch's misses included."""
+    touched: Array
+    """bool `[N, ...]`: looked up in this batch."""
+    hit: Array
+    """bool `[N, ...]`: looked up in this batch, and in RAM before it."""
+    position: Array
+    """int64 `[N, ...]`: place of the entry's last occurrence in the walk, below zero if it has had none."""
+    bytes: Array
+    """int64 `[N, ...]`: entry size."""
+    over: Array
+    """int64 `[...]`: bytes held above `capacity`; zero or less: nothing has to leave."""
+    capacity: Array
+    """int64 `[...]`: the cache's budget in bytes."""
+    batch: Array
+    """int64: number of the batch since the start of the run."""
 
 
 RoutingFunction = Callable[[ModuleType, Candidates, Row, Any, SimpleNamespace], tuple[Choice, Any]]
@@ -125,8 +188,26 @@ RoutingFunction = Callable[[ModuleType, Candidates, Row, Any, SimpleNamespace], 
 TouchFunction = Callable[[ModuleType, dict[str, Array], Access, SimpleNamespace], dict[str, Array]]
 """`(xp, state, access, knobs) -> state` for the entries one row touched."""
 
+TrainFunction = Callable[[Any], Mapping[str, Array]]
+"""`(training) -> arrays` by name, from a `simlab.replay.training.Training`; runs once, with NumPy."""
+
 KeyFunction = Callable[[ModuleType, dict[str, Array], Array, Array, SimpleNamespace], Array]
 """`(xp, state, last_position, batch, knobs) -> key`, int64 or float64: the smallest key is evicted first."""
+
+EvictFunction = Callable[
+    [ModuleType, CacheState, dict[str, Array], SimpleNamespace], tuple[Array, dict[str, Array]]
+]
+"""`(xp, cache, state, knobs) -> (leaving, state)` at every batch's end: bool `[N, ...]` of the entries that leave.
+
+`state` holds the per-entry state `[N, ...]` and the per-cache scalars `[...]`. It may reduce along the entries
+and loop with `simlab.whole_cache.repeat`.
+"""
+
+PrepareFunction = Callable[[Array, Array, int, SimpleNamespace], dict[str, Array]]
+"""`(counts, sizes, capacity, knobs) -> state` of one cache before a run that trains, with NumPy.
+
+int64 `[n]` each: batches of the training part that picked the entry, and its bytes; `capacity` in bytes.
+"""
 
 
 @dataclass(frozen=True)
@@ -139,9 +220,14 @@ class RoutingPolicy:
     function: RoutingFunction
     knobs: Mapping[str, Knob] = field(default_factory=dict)
     needs: frozenset[str] = frozenset()
-    """Inputs it needs of a trace: "scores", "rank", "weights"."""
+    """Inputs it needs of a trace: "scores", "rank", "weights", "mass", "lighter"."""
     state: Mapping[str, float] = field(default_factory=dict)
     """Names and first values (float32) of its per-layer state."""
+    learns: Mapping[str, Learned] = field(default_factory=dict)
+    train: TrainFunction | None = None
+    """What fills `learns`."""
+    uses_cache: bool = True
+    """Whether it looks at residency; if not, it is shown none and runs without a cache too."""
     source: str = ""
     source_hash: str = ""
     origin: str = ""
@@ -155,18 +241,40 @@ class RoutingPolicy:
 
 @dataclass(frozen=True)
 class EvictionPolicy:
-    """An eviction policy: what stays. Victim: smallest key, then least recent, then lower (layer, expert)."""
+    """An eviction policy: what stays. Either one `key` per entry, or one `evict` over the whole cache.
+
+    With a key the victim is the entry of the smallest key, then least recent, then lower (layer, expert).
+    """
 
     name: str
-    key: KeyFunction
+    key: KeyFunction | None = None
+    evict: EvictFunction | None = None
     touch: TouchFunction | None = None
     state: Mapping[str, float] = field(default_factory=dict)
     """Names and first values of its per-entry state (int64 if the value is an int, else float64)."""
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    """The same of the state that a whole cache has once."""
     knobs: Mapping[str, Knob] = field(default_factory=dict)
+    needs: frozenset[str] = frozenset()
+    """"ids": `state` also holds each entry's `layer` and `expert`, int32. "pass": also bool `in_pass`, looked up
+    since the current pass over the layers began, and `speculative`, read ahead and not looked up yet (both of
+    key policies). "future": `touch` is told next uses. "training": `prepare` runs on a training part."""
+    bypass: bool = False
+    """Whether the batch's own entries may leave at its end too; without it they never do."""
+    scope: Scope | None = None
+    """The only scope it has; None leaves it to the cell."""
+    prepare: PrepareFunction | None = None
     source: str = ""
     source_hash: str = ""
     origin: str = ""
     """File a user's policy is from; empty for what is built in."""
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The function that decides."""
+        function = self.evict if self.key is None else self.key
+        assert function is not None
+        return function
 
 
 Policy = RoutingPolicy | EvictionPolicy
@@ -188,13 +296,21 @@ class Step:
 
 @dataclass(frozen=True)
 class Route:
-    """Routing policies composed in stage order: at most one each of width, rerank and drop. Empty: the router's own."""
+    """Routing policies composed in stage order: at most one each of width, rerank or swap, and drop.
+
+    Empty: the router's own.
+    """
 
     steps: tuple[Step, ...] = ()
 
     def step(self, stage: Stage) -> Step | None:
         """The step of one stage, or None."""
         return next((s for s in self.steps if s.policy.stage == stage), None)
+
+    @property
+    def reroute(self) -> Step | None:
+        """The step that decides which experts run, a `rerank` or a `swap`, or None."""
+        return self.step("rerank") or self.step("swap")
 
     @property
     def name(self) -> str:
@@ -242,6 +358,14 @@ class Cell:
     evict: str = "lru"
     evict_knobs: Mapping[str, float] = field(default_factory=dict)
     scope: Scope = "global"
+    sequential: bool = False
+    """Whether slots are looked up, inserted and evicted one by one: replay only, to measure what that does."""
+
+    @property
+    def evict_spec(self) -> str:
+        """The eviction policy with its knobs, as `--evict` takes it."""
+        knobs = ",".join(f"{name}={value:g}" for name, value in self.evict_knobs.items())
+        return self.evict + (f":{knobs}" if knobs else "")
 
     @property
     def margin(self) -> float | None:
@@ -363,6 +487,8 @@ class CellNumbers:
     read_wait_ms_per_token: float | None = None
     ppl: float | None = None
     nll: float | None = None
+    note: str | None = None
+    """What a reader has to know to take these numbers for what they are."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from reference_eviction import Close, Evicter, Lfu, Touch
+from reference_routing import DROPS, REROUTES, ReferenceRow
 
 f32 = np.float32
 
@@ -28,6 +30,14 @@ class ReferenceCell:
     drop: float | None = None
     drop_in_prefill: bool = False
     evict: str = "lru"
+    evicter: Evicter | None = None
+    """A policy of `reference_eviction`, fresh; None for the two that `evict` can name."""
+    sequential: bool = False
+    """Every slot is a batch of its own to the cache; the routing keeps to the batch."""
+    routes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Policies of `reference_routing` with their knobs."""
+    learned: dict[str, Any] = field(default_factory=dict)
+    """By policy, what it learned of each MoE layer."""
 
 
 @dataclass
@@ -119,9 +129,47 @@ def reference_replay(trace: Any, cell: ReferenceCell) -> ReferenceReplay:
     layers = sorted(header.entry_bytes)
     out = ReferenceReplay([], Counters(), Counters())
     cache: dict[tuple[int, int], int] = {}  # entry -> position of its last occurrence
-    uses: dict[tuple[int, int], int] = {}
+    evicter = cell.evicter or {"lru": Evicter, "lfu": Lfu}[cell.evict]()
+    every = [(at, e) for at in range(len(layers)) for e in range(header.n_expert)]
+    sizes = {entry: header.entry_bytes[layers[entry[0]]] for entry in every}
+    batch = 0
     read_before: set[tuple[int, int]] = set()
     evicted_before: set[tuple[int, int]] = set()
+    states: dict[tuple[str, int], dict[str, Any]] = {}
+
+    def close_batch(
+        touched: dict[tuple[int, int], int],
+        before: set[tuple[int, int]],
+        layer: int,
+        batch: int,
+        position: int,
+    ) -> list[tuple[int, int]]:
+        """Insert what was missed and evict; the victims."""
+        if cell.off:
+            return []
+        cache.update(touched)
+        whole = cell.layer_bytes is None
+        held = {e: p for e, p in cache.items() if whole or e[0] == layer}
+        limit = cell.total_bytes if cell.layer_bytes is None else cell.layer_bytes[layer]
+        used = sum(sizes[entry] for entry in held)
+        victims = evicter.close(
+            Close(
+                cache=0 if whole else layer,
+                held=held,
+                touched=touched,
+                hits=set(touched) & before,
+                sizes=sizes,
+                over=used - limit,
+                capacity=limit,
+                batch=batch,
+                position=position,
+            )
+        )
+        for victim in victims:
+            del cache[victim]
+            evicted_before.add(victim)
+        return victims
+
     position = 0
     start = 0
     while start < len(rows):
@@ -133,6 +181,7 @@ def reference_replay(trace: Any, cell: ReferenceCell) -> ReferenceReplay:
         size = header.entry_bytes[here[1]]
         layer = layers.index(here[1])
         touched: dict[tuple[int, int], int] = {}
+
         charged: set[tuple[int, int]] = set()
         for row in rows[start:stop]:
             counters = out.decode if row["phase"] == 1 else out.prefill
@@ -171,6 +220,29 @@ def reference_replay(trace: Any, cell: ReferenceCell) -> ReferenceReplay:
                     if n_new:
                         experts = picked
 
+            for name, knobs in cell.routes.items():
+                if name not in REROUTES or row["phase"] != 1:
+                    continue
+                given = ReferenceRow(
+                    values=values if values is not None else [f32(0)] * header.n_expert,
+                    mass=masses(scores, header.gating) if scores is not None else [],
+                    recorded=list(row["router_experts"]),
+                    router=router,
+                    weights=weights_of(router, gates, header.weight_rule) if scores is not None else [],
+                    resident=resident,
+                    k=cell.k,
+                    knobs=knobs,
+                    learned=cell.learned[name][layer] if name in cell.learned else None,
+                    state=states.setdefault((name, layer), {}),
+                )
+                picked = REROUTES[name](given)
+                if picked is not None and router and header.n_expert > cell.k:
+                    n_new = sum(e not in router for e in picked)
+                    counters.reranked += len(router)
+                    counters.substituted += n_new
+                    if n_new:
+                        experts = picked
+
             if scores is not None and header.weight_rule is not None:
                 weights = weights_of(experts, gates, header.weight_rule)
             elif row.get("weights") is not None:
@@ -191,13 +263,29 @@ def reference_replay(trace: Any, cell: ReferenceCell) -> ReferenceReplay:
                         slot != top_slot and experts[slot] not in resident and bool(weight < threshold)
                     )
 
+            for name, knobs in cell.routes.items():
+                if name not in DROPS or row["phase"] != 1 or not experts:
+                    continue
+                top_slot = max(range(len(weights)), key=lambda s: (weights[s], -s))
+                dropped = DROPS[name](
+                    weights, knobs, cell.learned[name][layer] if name in cell.learned else None
+                )
+                dropped[top_slot] = False
+
+            seen_in_row: dict[tuple[int, int], bool] = {}
+            reads_here, resident_here = [], []
             for slot, expert in enumerate(experts):
                 walked = experts[top_slot] if dropped[slot] else expert
                 entry = (layer, walked)
+                present = set(cache) if cell.sequential else frozen
+                resident_here.append((layer, expert) in present)
+                if cell.sequential:
+                    touched, seen_in_row = {}, {}
+                seen_in_row.setdefault(entry, entry not in touched)
+                reads_here.append(entry not in touched and entry not in present)
                 if entry not in touched:
                     counters.lookups += 1
-                    uses[entry] = uses.get(entry, 0) + 1
-                    if entry in frozen:
+                    if entry in present:
                         counters.hits += 1
                     else:
                         counters.misses += 1
@@ -207,6 +295,17 @@ def reference_replay(trace: Any, cell: ReferenceCell) -> ReferenceReplay:
                         read_before.add(entry)
                 touched[entry] = position
                 position += 1
+                if cell.sequential:
+                    evicter.touch(Touch(entry, touched[entry], True, entry in cache, weights[slot], batch))
+                    counters.evictions += len(close_batch(touched, present, layer, batch, position))
+            if not cell.sequential:
+                for entry, first in seen_in_row.items():
+                    weight = f32(0)
+                    for slot, expert in enumerate(experts):
+                        if (layer, expert) == entry and not dropped[slot]:
+                            weight = f32(weight + weights[slot])
+                    hit = first and entry in frozen
+                    evicter.touch(Touch(entry, touched[entry], first, hit, weight, batch))
             slot_numbers = [s for s, e in enumerate(row["router_experts"][: cell.k]) if e >= 0]
             slot_numbers += range(
                 len(row["router_experts"]), len(row["router_experts"]) + len(router) - len(slot_numbers)
@@ -215,6 +314,8 @@ def reference_replay(trace: Any, cell: ReferenceCell) -> ReferenceReplay:
                 reads = not dropped[slot] and expert not in resident and (layer, expert) not in charged
                 if reads:
                     charged.add((layer, expert))
+                if cell.sequential:
+                    reads = reads_here[slot]
                 out.slots.append(
                     {
                         **{name: row[name] for name in ("turn", "graph", "phase", "step", "layer")},
@@ -222,7 +323,7 @@ def reference_replay(trace: Any, cell: ReferenceCell) -> ReferenceReplay:
                         "router_expert": router[slot],
                         "expert": expert,
                         "weight": None if math.isnan(weights[slot]) else weights[slot],
-                        "residency": int(expert in resident),
+                        "residency": int(resident_here[slot]),
                         "dropped": dropped[slot],
                         "read_bytes": size if reads else 0,
                     }
@@ -253,26 +354,8 @@ def reference_replay(trace: Any, cell: ReferenceCell) -> ReferenceReplay:
         counters = out.decode if rows[stop - 1]["phase"] == 1 else out.prefill
         if rows[stop - 1]["turn"] < 0:
             counters = Counters()
-        if not cell.off:
-            cache.update(touched)
-            while True:
-                if cell.layer_bytes is None:
-                    scope = list(cache)
-                    limit = cell.total_bytes
-                else:
-                    scope = [entry for entry in cache if entry[0] == layer]
-                    limit = cell.layer_bytes[layer]
-                if sum(header.entry_bytes[layers[entry[0]]] for entry in scope) <= limit:
-                    break
-                victims = [entry for entry in scope if entry not in touched]
-                if not victims:
-                    break
-                if cell.evict == "lfu":
-                    victim = min(victims, key=lambda entry: (uses[entry], cache[entry]))
-                else:
-                    victim = min(victims, key=lambda entry: cache[entry])
-                del cache[victim]
-                evicted_before.add(victim)
-                counters.evictions += 1
+        if not cell.sequential:
+            counters.evictions += len(close_batch(touched, frozen, layer, batch, position))
+        batch += 1
         start = stop
     return out

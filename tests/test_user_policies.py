@@ -60,7 +60,7 @@ BAD_ROUTES = {
         '@routing("rerank")\ndef mine(xp, candidates, row):\n    pass\n',
         r"takes \(xp, candidates, row, state, knobs\)",
     ),
-    "stage": (rerank_of(CHOICE, '"rerun"'), "stage 'rerun' must be one of width, rerank, drop"),
+    "stage": (rerank_of(CHOICE, '"rerun"'), "stage 'rerun' must be one of width, rerank, swap, drop"),
     "no parentheses": (rerank_of(CHOICE).replace('("rerank", needs={"scores"})', ""), "write @routing"),
     "missing state": (
         rerank_of("return Choice(value=candidates.value), {}", '"rerank", state={"seen": 0}'),
@@ -106,7 +106,10 @@ BAD_ROUTES = {
         rerank_of("return Choice(k=2), state", '"width", needs={"scores"}'),
         "one k for the whole",
     ),
-    "needs": (rerank_of(CHOICE, '"rerank", needs={"score"}'), "needs 'score' must be a set of rank, scores"),
+    "needs": (
+        rerank_of(CHOICE, '"rerank", needs={"score"}'),
+        "must be a set of mass, rank, scores, weights in a rerank",
+    ),
     "needs a word": (rerank_of(CHOICE, '"rerank", needs="scores"'), "needs 'scores' must be a set"),
     "unknown argument": (rerank_of(CHOICE, '"rerank", need={"scores"}'), "TypeError.*need"),
     "exits": ("sys.exit()\n", "SystemExit"),

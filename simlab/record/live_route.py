@@ -6,17 +6,38 @@ row is a scalar. Several rows (a wide graph) come as `[n_expert, rows]`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from simlab.errors import RunError
+from simlab.learning import LearnedArrays, learn
 from simlab.policy_check import check_policy
 from simlab.record.one_row import after_drop, best_of, finite_values
-from simlab.routing import decide, drop, drop_armed, knob_values, rerank, take_top
-from simlab.scores import applied_weights, gate_numerators, ranking_values, router_ranking, row_statistics
-from simlab.types import Array, Candidates, Route, Row, ScoreSpace, Step, WeightRule
+from simlab.routing import decide, drop, drop_armed, knob_values, lighter_sums, rerank, swap, take_top
+from simlab.scores import (
+    applied_weights,
+    gate_numerators,
+    mass_before,
+    ranking_values,
+    ranks_of,
+    router_mass,
+    router_ranking,
+    row_statistics,
+)
+from simlab.types import (
+    Array,
+    Candidates,
+    Gating,
+    LearnedValues,
+    Route,
+    Row,
+    ScoreSpace,
+    Step,
+    WeightRule,
+)
 
 _NO_SCORE = np.float32(0)
 
@@ -41,7 +62,13 @@ class LiveRoute:
     """One route with its knobs and its per-layer state.
 
     Args:
-        k: experts per token in force. `weight_rule` None where weights cannot be rebuilt from the scores.
+        k: experts per token in force. `weight_rule` None where weights cannot be rebuilt from the scores,
+            `gating` None where it is not known.
+        learned: what `simlab.learning.learn` gave for this route, None: what it gives without training.
+
+    Raises:
+        InputError: a policy is not what its contract says, or must learn and did not.
+        RunError: a policy needs what cannot be known here.
     """
 
     def __init__(
@@ -52,10 +79,18 @@ class LiveRoute:
         n_layers: int,
         space: ScoreSpace,
         weight_rule: WeightRule | None,
+        gating: Gating | None = None,
+        learned: LearnedArrays | None = None,
     ) -> None:
         for step in route.steps:
             check_policy(step.policy)
-        self._rerank, self._drop = route.step("rerank"), route.step("drop")
+        self._rerank, self._drop = route.reroute, route.step("drop")
+        if learned is None:
+            learned = learn(route.steps, None, n_layers, n_expert)
+        self._learned = {stage: _by_layer(of_stage, n_layers) for stage, of_stage in learned.items()}
+        if self._rerank is not None and "mass" in self._rerank.policy.needs and gating is None:
+            raise RunError(f"{self._rerank.policy.name} needs the router's gating, which is not known here")
+        self._gating = gating
         self._knobs = {s.policy.stage: knob_values(s.policy.knobs, s.knobs) for s in route.steps}
         self._states: dict[str, list[dict[str, Array]]] = {
             s.policy.stage: [{n: np.float32(v) for n, v in s.policy.state.items()} for _ in range(n_layers)]
@@ -71,7 +106,13 @@ class LiveRoute:
         self._values, self._left = np.zeros((2, n_expert), dtype=np.float32)
         self._ends = np.zeros(2, dtype=np.float32)
         self._wide = np.zeros(n_expert, dtype=np.float64)
-        self._by_scores = self._rerank is not None and self._rerank.policy.needs == {"scores"}
+        self._by_scores = self._rerank is not None and (
+            self._rerank.policy.stage == "rerank"
+            and self._rerank.policy.needs == {"scores"}
+            and self._rerank.policy.uses_cache
+            and not self._rerank.policy.learns
+        )
+        self._unseen = np.zeros(n_expert, dtype=bool)
         # The router's own picks need no deciding.
         self.reranks = (
             self._rerank is not None and n_expert > k and not self._rerank.policy.is_builtin("original")
@@ -92,7 +133,7 @@ class LiveRoute:
     def rerank(
         self, layer: int, scores: np.ndarray, router: np.ndarray, resident: np.ndarray
     ) -> LiveRerouted:
-        """Run the rerank policy on a decode batch.
+        """Run the rerank or swap policy on a decode batch.
 
         Args:
             layer: MoE layer index. scores: float32 `[rows, n_expert]`. router: int32 `[rows, k]`.
@@ -100,8 +141,8 @@ class LiveRoute:
         """
         step = self._rerank
         assert step is not None
-        # A policy with state sees rows one after the other, as the replayer's scan does.
-        if step.policy.state and len(scores) > 1:
+        # A policy with state sees rows one after the other, as the replayer's scan does; a swap walks slots.
+        if (step.policy.state or step.policy.stage == "swap") and len(scores) > 1:
             parts = [
                 self.rerank(layer, scores[i : i + 1], router[i : i + 1], resident) for i in range(len(scores))
             ]
@@ -114,8 +155,10 @@ class LiveRoute:
         if self._by_scores and len(router) == 1:
             one = self._finite_row(layer, scores[0], resident)
         candidates, row = one or self._candidates(step, layer, scores, router, resident)
-        knobs, state = self._knobs["rerank"], self._states["rerank"][layer]
-        if len(router) == 1:
+        knobs, state = self._knobs[step.policy.stage], self._states[step.policy.stage][layer]
+        if step.policy.stage == "swap":
+            found = self._swap_row(step, candidates, row, scores, router, resident, knobs, state)
+        elif len(router) == 1:
             found = self._rerank_row(step, candidates, row, router, knobs, state)
         else:
             found = rerank(
@@ -150,6 +193,24 @@ class LiveRoute:
         substituted = len(set(picked.tolist()).difference(router[0].tolist()))
         return LiveRerouted(picked[None], k, substituted)
 
+    def _swap_row(
+        self,
+        step: Step,
+        candidates: Candidates,
+        row: Row,
+        scores: np.ndarray,
+        router: np.ndarray,
+        resident: np.ndarray,
+        knobs: SimpleNamespace,
+        state: dict,
+    ) -> LiveRerouted:
+        """A swap policy on one row; the driver knows what is resident even where the policy does not ask."""
+        usable = np.isfinite(ranking_values(scores, self._space)[0])
+        candidates = candidates._replace(resident=resident)
+        found = swap(np, step, knobs, candidates, row, router[0], usable, np.True_, state)
+        self._states["swap"][int(row.layer)] = found.state
+        return LiveRerouted(found.experts[None], int(found.reranked), int(found.substituted))
+
     def _finite_row(
         self, layer: int, scores: np.ndarray, resident: np.ndarray
     ) -> tuple[Candidates, Row] | None:
@@ -175,24 +236,51 @@ class LiveRoute:
         self, step: Step, layer: int, scores: np.ndarray, router: np.ndarray, resident: np.ndarray
     ) -> tuple[Candidates, Row]:
         needs, n_rows = step.policy.needs, len(scores)
-        values = ranking_values(scores, self._space) if needs & {"scores", "rank"} else None
-        rank = self._ranks(values, router) if values is not None and "rank" in needs else None
+        values = ranking_values(scores, self._space) if needs & {"scores", "rank", "mass"} else None
+        rank = mass = None
+        if values is not None and needs & {"rank", "mass"}:
+            order = router_ranking(values, router)
+            rank = ranks_of(order) if "rank" in needs else None
+            if "mass" in needs and self._gating is not None:
+                mass = mass_before(router_mass(scores, self._gating), order)
         weight = self._own_weights(scores, router) if "weights" in needs else None
+        values = values if "scores" in needs else None
 
         def of(column: np.ndarray | None, otherwise: np.ndarray) -> np.ndarray:
             return self._along(otherwise, n_rows) if column is None else _columns(column)
 
         candidates = Candidates(
-            value=of(values if "scores" in needs else None, self._zeros),
+            value=of(values, self._zeros),
             expert=self._along(self._experts, n_rows),
             rank=of(rank, self._no_rank),
-            resident=self._along(resident, n_rows),
+            resident=self._along(resident if step.policy.uses_cache else self._unseen, n_rows),
             weight=of(weight, self._zeros),
+            mass=0.0 if mass is None else _columns(mass),
+            learned=self._learned_by(step, layer, router, n_rows),
         )
-        return candidates, self._row(layer, values, resident, n_rows)
+        return candidates, self._row(step, layer, values, resident, n_rows)
 
-    def _row(self, layer: int, values: np.ndarray | None, resident: np.ndarray, n_rows: int) -> Row:
+    def _learned_by(self, step: Step, layer: int, experts: np.ndarray, n_rows: int) -> LearnedValues:
+        """What a policy learned of this layer; `experts` `[rows, k]` are the slots'."""
+        if not step.policy.learns:
+            return LearnedValues()
+        found: dict[str, Any] = {}
+        for name, values in self._learned[step.policy.stage][layer].items():
+            per = step.policy.learns[name].per
+            if per == "pair":
+                found[name] = values[experts[0]]
+            elif per == "expert" and step.policy.stage == "drop":
+                found[name] = _columns(values[experts])
+            else:
+                found[name] = values if per == "layer" else self._along(values, n_rows)
+        return LearnedValues(**found)
+
+    def _row(
+        self, step: Step, layer: int, values: np.ndarray | None, resident: np.ndarray, n_rows: int
+    ) -> Row:
         at, zero = self._layer_ids[layer], _NO_SCORE
+        if not step.policy.uses_cache:
+            resident = self._unseen
         if n_rows == 1:
             if values is None:
                 return Row(self._k, at, zero, zero, np.int32(np.count_nonzero(resident)))
@@ -210,14 +298,6 @@ class LiveRoute:
     @staticmethod
     def _along(column: np.ndarray, n_rows: int) -> np.ndarray:
         return column if n_rows == 1 else np.broadcast_to(column[:, None], (len(column), n_rows))
-
-    @staticmethod
-    def _ranks(values: np.ndarray, router: np.ndarray) -> np.ndarray:
-        """int32 `[rows, n_expert]`: place of every expert in the router's own ranking."""
-        order = router_ranking(values, router)
-        ranks = np.empty_like(order)
-        np.put_along_axis(ranks, order, np.arange(order.shape[1])[None], axis=1)
-        return ranks.astype(np.int32)
 
     def _own_weights(self, scores: np.ndarray, router: np.ndarray) -> np.ndarray:
         """`[rows, n_expert]`: the weights of the router's own picks, rebuilt; the graph has not made them yet."""
@@ -253,7 +333,7 @@ class LiveRoute:
         step = self._drop
         assert step is not None
         knobs, n_rows = self._knobs["drop"], len(experts)
-        if n_rows == 1 and step.policy.needs <= {"weights"}:
+        if n_rows == 1 and step.policy.needs <= {"weights", "lighter"}:
             return self._drop_row(step, layer, experts, weights, resident, decode)
         if np.isnan(weights).any():
             raise RunError(f"a routing weight is NaN; {step.policy.name} cannot decide on it")
@@ -265,10 +345,11 @@ class LiveRoute:
             value=_columns(of_slots),
             expert=_columns(experts),
             rank=self._along(np.arange(experts.shape[1], dtype=np.int32), n_rows),
-            resident=_columns(resident[experts]),
+            resident=_columns((resident if step.policy.uses_cache else self._unseen)[experts]),
             weight=_columns(weights),
+            learned=self._learned_by(step, layer, experts, n_rows),
         )
-        row = self._row(layer, values, resident, n_rows)
+        row = self._row(step, layer, values, resident, n_rows)
         armed = drop_armed(np, step, knobs, np.bool_(decode) if n_rows == 1 else np.full(n_rows, decode))
         found = drop(np, step, knobs, slots, row, armed, self._states["drop"][layer])
         self._states["drop"][layer] = found.state
@@ -294,8 +375,14 @@ class LiveRoute:
             raise RunError(f"a routing weight is NaN; {step.policy.name} cannot decide on it")
         if not drop_armed(np, step, knobs, np.bool_(decode)):
             return None
-        slots = Candidates(self._no_slots, at_slots, self._slots, resident[at_slots], weight)
-        row = self._row(layer, None, resident, 1)
+        learned = self._learned_by(step, layer, experts, 1)
+        at_hand = resident[at_slots] if step.policy.uses_cache else self._unseen[at_slots]
+        slots = Candidates(self._no_slots, at_slots, self._slots, at_hand, weight, learned=learned)
+        row = self._row(step, layer, None, resident, 1)
+        if "weights" in step.policy.needs:
+            row = row._replace(heaviest=weight[top])
+        if "lighter" in step.policy.needs:
+            slots = slots._replace(lighter=lighter_sums(np, weight))
         choice, new_state = decide(np, step, slots, row, self._states["drop"][layer], knobs)
         self._states["drop"][layer] = new_state
         flags = choice.drop.tolist()
@@ -307,6 +394,13 @@ class LiveRoute:
         renormalise = bool(getattr(knobs, "renorm", 1))
         after_drop(weight, at_slots, dropped, top, renormalise, walk[0], applied[0])
         return LiveDropped(dropped[None], walk, applied)
+
+
+def _by_layer(learned: Mapping[str, np.ndarray], n_layers: int) -> list[dict[str, Any]]:
+    """What a policy learned, for each layer; read-only, so that no policy writes into it."""
+    for values in learned.values():
+        values.flags.writeable = False
+    return [{name: values[layer] for name, values in learned.items()} for layer in range(n_layers)]
 
 
 def _columns(rows: np.ndarray) -> np.ndarray:

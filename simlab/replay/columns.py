@@ -18,7 +18,15 @@ from numpy.typing import NDArray
 
 from simlab.errors import InputError
 from simlab.replay.speculation import speculative_column, speculative_entries
-from simlab.scores import gate_numerators, ranking_values, router_mass, router_ranking, row_statistics
+from simlab.scores import (
+    gate_numerators,
+    mass_before,
+    ranking_values,
+    ranks_of,
+    router_mass,
+    router_ranking,
+    row_statistics,
+)
 from simlab.trace.store import Trace
 from simlab.types import DECODE, THROW_AWAY_TURN
 
@@ -34,6 +42,7 @@ class ColumnNeeds:
     scores: bool
     rank: bool
     weights: frozenset[WeightSource]
+    mass_before: bool = False
 
 
 class TraceColumns:
@@ -113,7 +122,7 @@ class TraceColumns:
 
         Returns arrays whose first axis is the row. Always: layer, decode, counted, batch, batch_start,
         batch_end, valid, row, router `[n_slots]`, router_k. With scores: top, range, and `[n_expert]`
-        value, mass, regret. On demand: rank, numerator `[n_expert]`, weight `[width]`.
+        value, mass, regret. On demand: rank, mass_before, numerator `[n_expert]`, weight `[width]`.
         """
         cut = slice(start, stop)
         columns: dict[str, NDArray[Any]] = {
@@ -149,18 +158,29 @@ class TraceColumns:
             "mass": router_mass(scores, header.gating),
             "regret": _in_ranges(values, statistics.bottom, statistics.top, statistics.range),
         }
-        if needs.rank or needs.n_slots > self.trace.width:
+        if needs.rank or needs.mass_before or needs.n_slots > self.trace.width:
             order = router_ranking(values, self.recorded[start:stop])
             columns["router"] = self._longer_lists(self.recorded[start:stop], order, needs.n_slots)
             if needs.rank:
-                rank = np.empty_like(order)
-                np.put_along_axis(rank, order, np.arange(order.shape[1])[None], axis=1)
-                columns["rank"] = rank.astype(np.int32)
+                columns["rank"] = ranks_of(order)
+            if needs.mass_before:
+                columns["mass_before"] = mass_before(columns["mass"], order)
         if "scores" in needs.weights:
             assert header.weight_rule is not None
             gate = self._read("gate_probs", start, stop) if self.has_gate_probs else scores
             columns["numerator"] = gate_numerators(gate, header.weight_rule)
         return columns
+
+    def masses(self, start: int, stop: int) -> NDArray[np.float64]:
+        """Share of the router's probability each expert holds, `[rows, n_expert]`.
+
+        Raises:
+            InputError: the trace does not carry the router's scores.
+        """
+        gating = self.trace.header.gating
+        if gating is None or not self.trace.has_scores:
+            raise InputError(f"{self.trace.path}: does not carry the router's scores")
+        return router_mass(self._read("scores", start, stop), gating)
 
     @cached_property
     def has_gate_probs(self) -> bool:

@@ -7,22 +7,35 @@ are lanes of one compiled program (`kernel.py`), run over stretches of `CHUNK_RO
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from simlab.cells import MIB, check_cache, effective_k, resolve_budget
+from simlab.cells import MIB, check_cache, check_eviction, effective_k, resolve_budget
 from simlab.errors import InputError
+from simlab.learning import learn
 from simlab.policy import find_eviction
 from simlab.policy_check import check_policy
 from simlab.replay.columns import ColumnNeeds, TraceColumns, WeightSource
+from simlab.replay.future import (
+    NOTE,
+    cut,
+    executed_columns,
+    follows_router,
+    next_use_columns,
+    router_walks,
+)
 from simlab.replay.kernel import COUNTERS, NO_ROW, SUMS, Tree, first_carry, program
 from simlab.replay.shape import ProgramShape, code_key
+from simlab.replay.training import load_training, prepared
+from simlab.routing import knob_values
 from simlab.trace.store import Trace, open_trace
 from simlab.types import Cell, CellNumbers, EvictionPolicy, Knob, PhaseNumbers, Route
 
@@ -31,24 +44,29 @@ CHUNK_ROWS = 512
 TraceLike = Trace | str | os.PathLike[str]
 
 
-def replay(trace: TraceLike, cell: Cell) -> CellNumbers:
-    """Replay a trace under one cell.
+def replay(trace: TraceLike, cell: Cell, *, train: str | None = None) -> CellNumbers:
+    """Replay a trace under one cell; `train` is what `--train` takes.
 
     Raises:
         InputError: the trace lacks what a policy of the cell needs, or holds what cannot be replayed.
     """
-    return sweep(trace, [cell])[0]
+    return sweep(trace, [cell], train=train)[0]
 
 
 def sweep(
-    trace: TraceLike, cells: Sequence[Cell], *, progress: Callable[[float], None] | None = None
+    trace: TraceLike,
+    cells: Sequence[Cell],
+    *,
+    progress: Callable[[float], None] | None = None,
+    train: str | None = None,
 ) -> list[CellNumbers]:
     """Replay a trace under many cells in one pass; results in the order of `cells`.
 
     Args:
         progress: called now and then with the share of the rows done.
+        train: what policies that learn do so from, as `--train` takes it (`training.py`).
     """
-    replayer = Replayer(trace, cells)
+    replayer = Replayer(trace, cells, train=train)
     while replayer.advance():
         if progress is not None:
             progress(replayer.row / max(replayer.columns.n_rows, 1))
@@ -68,6 +86,8 @@ class Group:
     carry: Tree
     detail: list[Tree]
     """Per chunk, arrays `[rows, ..., lanes]`; empty unless the shape asks for detail."""
+    foretold: Tree
+    """Columns of its own, arrays `[all rows, ..., lanes]`: next uses, and a first pass's routing."""
 
 
 class Replayer:
@@ -75,12 +95,19 @@ class Replayer:
 
     Args:
         detail: keep every slot of every row (for `slots.py`; memory grows with rows x lanes).
+        train: what policies that learn do so from, as `--train` takes it; rows of this trace they learn from
+            run and are not counted.
     """
 
-    def __init__(self, trace: TraceLike, cells: Sequence[Cell], *, detail: bool = False) -> None:
+    def __init__(
+        self, trace: TraceLike, cells: Sequence[Cell], *, detail: bool = False, train: str | None = None
+    ) -> None:
         self.trace = trace if isinstance(trace, Trace) else open_trace(trace)
         self.cells = list(cells)
         self.columns = TraceColumns(self.trace)
+        self.training = load_training(train, self.trace.header, self.columns) if train is not None else None
+        if self.training is not None and self.training.uncounted is not None:
+            self.columns.counted = self.columns.counted & ~self.training.uncounted
         # Rows below `first_row` were replayed before this object was made.
         self.row = self.first_row = 0
         header = self.trace.header
@@ -89,11 +116,14 @@ class Replayer:
         self.has_scores = self._carries_scores and None not in (header.score_space, header.gating)
         for cell in self.cells:
             check_cache(cell.route, cell.budget)
+            check_eviction(cell, trained=self.training is not None)
             for step in cell.route.steps:
                 check_policy(step.policy)
         by_code: dict[tuple[Any, ...], list[int]] = {}
         for index, cell in enumerate(self.cells):
-            code = code_key(cell.route.steps, find_eviction(cell.evict))
+            eviction = find_eviction(cell.evict)
+            twice = "future" in eviction.needs and not follows_router(cell.route)
+            code = (code_key(cell.route.steps, eviction), cell.sequential, twice)
             by_code.setdefault(code, []).append(index)
         self.groups = [self._group(indices, detail) for indices in by_code.values()]
         self._needs = ColumnNeeds(
@@ -101,6 +131,7 @@ class Replayer:
             scores=self.has_scores,
             rank=any("rank" in s.policy.needs for g in self.groups for s in g.shape.steps),
             weights=frozenset(g.shape.weights for g in self.groups if g.shape.weights),
+            mass_before=any("mass" in s.policy.needs for g in self.groups for s in g.shape.steps),
         )
 
     def advance(self, n_rows: int = CHUNK_ROWS) -> bool:
@@ -118,6 +149,9 @@ class Replayer:
             for group in self.groups:
                 own = {n: v for n, v in rows.items() if _wanted(n, group.shape)}
                 own["router"] = rows["router"][:, : group.n_list]
+                if "pass" in group.shape.eviction.needs:
+                    own["pass_start"] = cut({"": self._pass_start}, start, end, CHUNK_ROWS)[""]
+                own |= cut(group.foretold, start, end, CHUNK_ROWS)
                 group.carry, detail = program(group.shape)(group.carry, own, group.lanes)
                 if detail:
                     group.detail.append({name: np.asarray(x)[: end - start] for name, x in detail.items()})
@@ -141,13 +175,14 @@ class Replayer:
         state: Mapping[str, NDArray[Any]],
         *,
         detail: bool = False,
+        train: str | None = None,
     ) -> Replayer:
         """Go on where `state` was taken, with the same trace and cells.
 
         Raises:
             InputError: the state is of other cells or of another model.
         """
-        replayer = cls(trace, cells, detail=detail)
+        replayer = cls(trace, cells, detail=detail, train=train)
         replayer.row = replayer.first_row = int(state["row"])
         for number, group in enumerate(replayer.groups):
 
@@ -188,7 +223,33 @@ class Replayer:
             all=phase_numbers(
                 counters.sum(axis=0), sums.sum(axis=0), sum(tokens), sum(events), self.has_scores
             ),
+            note=self._note(cell),
         )
+
+    def _note(self, cell: Cell) -> str | None:
+        """What a reader of a cell's numbers has to know."""
+        needs, training = find_eviction(cell.evict).needs, self.training
+        notes = []
+        if cell.sequential:
+            notes.append("one expert at a time")
+        if "future" in needs and not follows_router(cell.route):
+            notes.append(NOTE)
+        learns = "training" in needs or any(s.policy.learns for s in cell.route.steps)
+        if training is not None and learns:
+            notes.append(training.note)
+        elif training is not None and training.uncounted is not None:
+            notes.append(f"{training.text} of decode not counted")
+        return "; ".join(notes) or None
+
+    @cached_property
+    def _pass_start(self) -> NDArray[np.bool_]:
+        """bool `[rows]`: where a pass over the layers begins, a batch of no later layer than the one before."""
+        starts = np.flatnonzero(self.columns.batch_start)
+        layers = self.columns.layer[starts]
+        found = np.zeros(self.columns.n_rows, bool)
+        found[starts[:1]] = True
+        found[starts[1:][layers[1:] <= layers[:-1]]] = True
+        return found
 
     def _group(self, indices: list[int], detail: bool) -> Group:
         header = self.trace.header
@@ -211,15 +272,54 @@ class Replayer:
             weight_rule=header.weight_rule if self.has_scores else None,
             detail=detail,
             n_speculative=self.columns.speculative.shape[1],
+            sequential=cells[0].sequential,
+            executed="future" in eviction.needs and not follows_router(cells[0].route),
         )
+        carry = first_carry(shape, len(cells))
+        if eviction.prepare is not None:
+            assert self.training is not None
+            sizes = np.array([header.entry_bytes[layer] for layer in header.moe_layers], np.int64)
+            for lane, (cell, k) in enumerate(zip(cells, widths, strict=True)):
+                budget = resolve_budget(cell.budget, cell.scope, header, k)
+                knobs = knob_values(eviction.knobs, cell.evict_knobs)
+                for name, values in prepared(eviction, self.training.counts, sizes, budget, knobs).items():
+                    carry["eviction_state"][name][..., lane] = values
         return Group(
             shape=shape,
             indices=indices,
             n_list=n_list if self.has_scores else min(n_list, self.trace.width),
-            lanes=jax.device_put(_lanes(self.trace, cells, widths, eviction)),
-            carry=jax.device_put(first_carry(shape, len(cells))),
+            lanes=jax.device_put(_lanes(self.trace, cells, widths, eviction) | self._learned(shape)),
+            carry=jax.device_put(carry),
             detail=[],
+            foretold=self._foretold(shape, cells, np.array(widths, np.int32)),
         )
+
+    def _learned(self, shape: ProgramShape) -> Tree:
+        """What the routing policies of a group learned: one for all its lanes."""
+        return {"learned": learn(shape.steps, self.training, shape.n_layers, shape.n_expert)}
+
+    def _foretold(self, shape: ProgramShape, cells: Sequence[Cell], widths: NDArray[np.int32]) -> Tree:
+        """The columns of a group whose eviction policy knows the future; a lossy routing is run for it first."""
+        if "future" not in shape.eviction.needs or not self.columns.n_rows:
+            return {}
+        columns: Tree = {}
+        if shape.executed:
+            first = Replayer(
+                self.trace,
+                [dataclasses.replace(cell, evict="lru", evict_knobs={}) for cell in cells],
+                detail=True,
+                train=self.training.text if self.training is not None else None,
+            )
+            while first.advance():
+                pass
+            (group,) = first.groups
+            told = {name: np.concatenate([d[name] for d in group.detail]) for name in group.detail[0]}
+            columns = executed_columns(told, COUNTERS)
+            walks = columns["executed_walk"]
+        else:
+            walks = router_walks(self.columns, widths, self.has_scores)
+        batches = self.columns.layer, self.columns.batch
+        return columns | next_use_columns(walks, *batches, sequential=shape.sequential)
 
     def _check_scores(self, route: Route, k: int) -> None:
         """Refuse what cannot be known without scores, and widths the model does not have."""
@@ -228,7 +328,7 @@ class Replayer:
             raise InputError(f"{path}: {k} experts per token, but the model has {header.n_expert} in a layer")
         if self.has_scores:
             return
-        asks = [s.policy.name for s in route.steps if s.policy.needs & {"scores", "rank"}]
+        asks = [s.policy.name for s in route.steps if s.policy.needs & {"scores", "rank", "mass"}]
         if k > self.trace.width:
             asks.append(f"{k} experts per token, above the recorded {self.trace.width},")
         if asks and not self._carries_scores:
@@ -253,12 +353,12 @@ class Replayer:
             return None
         if self.has_scores and header.weight_rule is not None:
             return "scores"
-        rerank, rule = route.step("rerank"), header.weight_rule
+        reroute, rule = route.reroute, header.weight_rule
         shares = rule is None or rule.normalise or rule.softmax_over_selected
         if self.has_scores:
             problem = "the weight rule, which header.json lacks"
-        elif rerank is not None and not rerank.policy.is_builtin("original"):
-            problem = f"the weights of the experts {rerank.policy.name} picks"
+        elif reroute is not None and not reroute.policy.is_builtin("original"):
+            problem = f"the weights of the experts {reroute.policy.name} picks"
         elif least_k < self.trace.width and shares:
             problem = f"the weights of a narrower routing than the recorded {self.trace.width} experts"
         elif not self.columns.has_weights:
@@ -333,8 +433,9 @@ def _knob(knob: Knob, values: Sequence[float]) -> NDArray[Any]:
 
 def _wanted(column: str, shape: ProgramShape) -> bool:
     """Whether a program reads a column that other programs of the sweep may have asked for."""
-    if column == "rank":
-        return any("rank" in s.policy.needs for s in shape.steps)
+    if column in ("rank", "mass_before"):
+        need = {"rank": "rank", "mass_before": "mass"}[column]
+        return any(need in s.policy.needs for s in shape.steps)
     if column in ("numerator", "weight"):
         return shape.weights == {"numerator": "scores", "weight": "recorded"}[column]
     return True

@@ -29,13 +29,18 @@ class ProgramShape:
     """Whether each row's slots and counters come out as well."""
     n_speculative: int = 0
     """Most entries that look-ahead brings in before one batch."""
+    sequential: bool = False
+    """Whether every slot is a batch of its own to the cache."""
+    executed: bool = False
+    """Whether rows carry each lane's routing, of a first pass, which then stands."""
 
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for shapes that compile to the same program."""
         sizes = (self.n_layers, self.n_expert, self.n_slots, self.n_expert_used, self.n_speculative)
         code = code_key(self.steps, self.eviction)
-        return (code, sizes, self.scores, self.weights, self.weight_rule, self.detail)
+        modes = (self.detail, self.sequential, self.executed)
+        return (code, sizes, self.scores, self.weights, self.weight_rule, modes)
 
     def step(self, stage: Stage) -> Step | None:
         return next((s for s in self.steps if s.policy.stage == stage), None)
@@ -46,7 +51,13 @@ def code_key(steps: tuple[Step, ...], eviction: EvictionPolicy) -> tuple[Any, ..
 
     def declared(p: RoutingPolicy | EvictionPolicy) -> tuple[Any, ...]:
         # repr, because 0 and 0.0 are equal and start arrays of different dtypes.
-        return tuple((n, k.integer) for n, k in p.knobs.items()), repr(sorted(p.state.items()))
+        once = p.scalars if isinstance(p, EvictionPolicy) else {}
+        firsts = repr((sorted(p.state.items()), sorted(once.items())))
+        return tuple((n, k.integer) for n, k in p.knobs.items()), firsts
 
-    routing = tuple((s.policy.stage, s.policy.function, s.policy.needs, declared(s.policy)) for s in steps)
-    return (routing, eviction.key, eviction.touch, declared(eviction))
+    routing = tuple(
+        (p.stage, p.function, p.needs, p.uses_cache, p.train, tuple(p.learns.items()), declared(p))
+        for p in (s.policy for s in steps)
+    )
+    rules = (eviction.needs, eviction.bypass, eviction.scope, eviction.prepare)
+    return (routing, eviction.function, eviction.touch, rules, declared(eviction))

@@ -15,17 +15,23 @@ import os
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from simlab.errors import InputError
+from simlab.policy_check import policy_error
 from simlab.replay.columns import TraceColumns
+from simlab.routing import first_state
 from simlab.trace.store import Trace, open_trace
-from simlab.types import TraceHeader
+from simlab.types import EvictionPolicy, ResolvedBudget, TraceHeader
 
 _SHARE = re.compile(r"^(?P<amount>[0-9]*\.?[0-9]+)%$")
 FORMS = "25%, OTHER.trace or same"
+_STRETCH = 4096
+"""Rows whose scores are held at once."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,20 @@ class Training:
     def router(self) -> NDArray[np.int32]:
         """int32 `[R, k]`: the router's picks, best first, -1 where a slot does not exist."""
         return self.columns.recorded[self.rows, : self.columns.trace.header.n_expert_used]
+
+    @cached_property
+    def mass(self) -> NDArray[np.float64]:
+        """float64 `[R, E]`: share of the router's probability each expert holds.
+
+        Raises:
+            InputError: the trace does not carry the router's scores.
+        """
+        found = [np.empty((0, self.columns.trace.header.n_expert))]
+        for start in range(0, self.columns.n_rows, _STRETCH):
+            stop = min(start + _STRETCH, self.columns.n_rows)
+            if self.rows[start:stop].any():
+                found.append(self.columns.masses(start, stop)[self.rows[start:stop]])
+        return np.concatenate(found)
 
     @cached_property
     def counts(self) -> NDArray[np.int64]:
@@ -118,6 +138,37 @@ def load_training(text: str, header: TraceHeader, columns: TraceColumns | None =
     _check_sizes(text, other, header)
     learned = TraceColumns(other)
     return _checked(Training(text, learned, learned.decode & learned.counted, own=False))
+
+
+def prepared(
+    policy: EvictionPolicy,
+    counts: NDArray[np.int64],
+    entry_bytes: NDArray[np.int64],
+    budget: ResolvedBudget,
+    knobs: SimpleNamespace,
+) -> dict[str, NDArray[Any]]:
+    """First state `[B, E]` of an eviction policy that learns: its `prepare` on each cache of a budget.
+
+    Args:
+        counts: int64 `[B, E]`, as `Training.counts`. entry_bytes: int64 `[B]`.
+
+    Raises:
+        InputError: `prepare` failed, in one line that names the policy.
+    """
+    assert policy.prepare is not None
+    sizes = np.repeat(entry_bytes[:, None], counts.shape[1], axis=1)
+    caches = [(slice(None), budget.total_bytes)]
+    if budget.per_layer:
+        caches = [(slice(at, at + 1), limit) for at, limit in enumerate(budget.layer_bytes)]
+    state = first_state(policy.state, counts.shape)
+    for layers, capacity in caches:
+        try:
+            found = policy.prepare(counts[layers].ravel(), sizes[layers].ravel(), capacity, knobs)
+            for name in policy.state:
+                state[name][layers] = np.reshape(found[name], counts[layers].shape)
+        except BaseException as error:
+            raise policy_error(policy, error) from error
+    return state
 
 
 def _first_tokens(text: str, percent: float, columns: TraceColumns) -> NDArray[np.bool_]:

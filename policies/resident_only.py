@@ -1,0 +1,19 @@
+"""Only what is in RAM: the hard limit of substitution.
+
+Scores of experts that are not resident are masked out, so that the top k is taken among the resident ones. A
+layer with fewer than k resident experts of finite score leaves the row to the router, which reads what is
+missing and so fills the cache. Once a layer holds k experts it never reads again.
+
+Inputs: scores. Source: SwapMoE, arXiv:2308.15030, whose "virtual experts" change more slowly than here, where
+the cache's own residency is the mask.
+"""
+
+from simlab.policy import routing
+from simlab.types import Choice
+
+
+@routing("rerank", needs={"scores"}, source="SwapMoE, arXiv:2308.15030; policies.md: resident_only")
+def resident_only(xp, candidates, row, state, knobs):
+    """Top k of the resident experts' values, if there are k of them."""
+    value = xp.where(candidates.resident, candidates.value, xp.float32("-inf"))
+    return Choice(value=value, active=row.n_resident >= row.k), state
