@@ -16,12 +16,13 @@ from synthetic import generate, make_header
 from simlab.cells import MIB, build_cells, parse_budget, parse_route, resolve_budget
 from simlab.cli.main import main
 from simlab.errors import InputError
+from simlab.learning import learn
 from simlab.policy import eviction, find_eviction, routing
 from simlab.policy_check import check_policy
 from simlab.record.cache import LiveCache
 from simlab.record.live_route import LiveRoute
 from simlab.replay.run import Replayer, sweep
-from simlab.replay.slots import replay_slots
+from simlab.replay.slots import replay_slots, slot_table
 from simlab.routing import knob_values
 from simlab.trace.store import open_trace
 from simlab.types import Choice, Knob, WeightRule
@@ -42,6 +43,7 @@ def evict_of(body: str, declared: str = "") -> str:
     return f"{touch}@eviction({declared})\ndef mine(xp, state, last_position, batch, knobs):\n    {body}\n"
 
 
+LEARNED = "from simlab.types import Learned\n\ndef train(training):\n    return {}\n\n"
 COUNTING = 'touch=touch, state={"n": 0}'
 CHOICE = "return Choice(value=candidates.value), state"
 
@@ -85,6 +87,43 @@ BAD_ROUTES = {
     "float drop": (
         rerank_of("return Choice(drop=candidates.weight), state", '"drop"'),
         "must be bool, not float32",
+    ),
+    "swap without flags": (
+        rerank_of(CHOICE, '"swap", needs={"scores"}'),
+        r"Choice\(replace=...\) must be bool, not None",
+    ),
+    "swap of wrong shape": (
+        rerank_of("return Choice(replace=~candidates.resident, value=xp.zeros((3, 4))), state", '"swap"'),
+        r"Choice\(value=...\) has shape \(3, 4\)",
+    ),
+    "lighter of experts": (
+        rerank_of(CHOICE, '"rerank", needs={"lighter"}'),
+        "needs 'lighter' must be a set of mass, rank, scores, weights in a rerank policy",
+    ),
+    "mass of slots": (rerank_of(CHOICE, '"drop", needs={"mass"}'), "in a drop policy"),
+    "learns without train": (
+        LEARNED + rerank_of(CHOICE, '"rerank", learns={"a": Learned("expert")}'),
+        "learns says what train returns; give both or neither",
+    ),
+    "learns what": (
+        LEARNED + rerank_of(CHOICE, '"rerank", learns={"a": Learned("token")}, train=train'),
+        "learns a must be a Learned.per. of layer, expert, pair",
+    ),
+    "pairs of a rerank": (
+        LEARNED + rerank_of(CHOICE, '"rerank", learns={"a": Learned("pair")}, train=train'),
+        "per pair of experts, which only a swap policy is shown",
+    ),
+    "not learned": (
+        LEARNED
+        + rerank_of(
+            "return Choice(value=candidates.learned.b), state",
+            '"rerank", learns={"a": Learned("expert")}, train=train',
+        ),
+        "asks for candidates.learned.b, which it does not declare; it learns a",
+    ),
+    "untrained": (
+        LEARNED + rerank_of(CHOICE, '"rerank", learns={"a": Learned("expert")}, train=train'),
+        "learns 'a' from a part of a trace; give one with --train 25%",
     ),
     "no drop": (rerank_of(CHOICE, '"drop"'), "drop=.* must be bool, not None"),
     "numpy": (
@@ -180,14 +219,67 @@ def test_control_c_in_a_file_stays_one(tmp_path, capsys):
     assert capsys.readouterr().err == "simlab: interrupted\n"
 
 
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ("{}", "what train returns must be a dict of a, not nothing"),
+        (
+            '{"a": training.counts[:1]}',
+            r"'a' has shape \(1, 64\), declared per expert it must have \(\d+, 64\)",
+        ),
+        ('{"a": training.count}', "line 8: raised AttributeError"),
+        ('{"a": training.counts * np.nan}', "'a' holds NaN"),
+    ],
+)
+def test_wrong_learning_is_one_line_naming_the_file(returned, message, tmp_path, capsys):
+    path = tmp_path / "my_learner.py"
+    learner = LEARNED.replace("return {}", f"return {returned}")
+    path.write_text(
+        HEAD + learner + rerank_of(CHOICE, '"rerank", learns={"a": Learned("expert")}, train=train')
+    )
+    assert main(["replay", str(TRACE), "--budget", "25%", "--route", str(path), "--train", "same"]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(lines[0])
+
+
+def test_a_policy_that_learns_is_given_its_layer_in_a_replay_and_live(tmp_path):
+    """It prefers what the training part picked most; live it is given the same numbers."""
+    path = tmp_path / "popular.py"
+    learner = LEARNED.replace("return {}", 'return {"a": training.counts}')
+    body = "return Choice(value=candidates.learned.a), state"
+    path.write_text(
+        HEAD + learner + rerank_of(body, '"rerank", learns={"a": Learned("expert")}, train=train')
+    )
+    trace = generate(HEADER, seed=6, n_decode=30).write(tmp_path / "t")
+    cell = build_cells(budgets=["40%"], routes=[str(path)])[0]
+    replayer = Replayer(trace, [cell], detail=True, train="same")
+    while replayer.advance():
+        pass
+    assert replayer.training is not None
+    counts, table = replayer.training.counts, slot_table(replayer, 0)
+    learned = learn(cell.route.steps, replayer.training, 2, 10)
+    live = LiveRoute(cell.route, 3, 10, 2, "prob", WeightRule(), "softmax", learned)
+    for layer in range(2):
+        best = set(np.lexsort((np.arange(10), -counts[layer]))[:3].tolist())
+        of_layer = table.filter((table["layer"] == layer) & (table["phase"] == 1))
+        assert set(of_layer["expert"].to_list()) == best
+        router = np.array([[e for e in range(10) if e not in best][:3]], np.int32)
+        found = live.rerank(layer, np.full((1, 10), 0.1, np.float32), router, np.zeros(10, bool))
+        assert set(found.experts[0].tolist()) == best
+
+
 GOOD = {
     "width": "return Choice(k=row.k // 2), state",
     "rerank": "return Choice(value=-candidates.rank, tier=candidates.resident), {'n': state['n'] + 1}",
+    "swap": "return Choice(replace=~candidates.resident, value=-candidates.mass), state",
     "drop": "return Choice(drop=~candidates.resident), state",
 }
 GOOD_DECLARED = {
     "width": '"width"',
     "rerank": '"rerank", needs={"rank"}, state={"n": 0}',
+    "swap": '"swap", needs={"mass"}',
     "drop": '"drop"',
 }
 
@@ -203,7 +295,7 @@ def test_a_good_one_of_every_stage(stage, tmp_path, capsys):
     assert found["route"] == f"mine@my_{stage}.py"
     assert (found["margin"], found["drop"]) == (None, None)
     assert found["top_k"] == (4 if stage == "width" else 8)
-    done = {"width": "slots", "rerank": "substituted", "drop": "dropped"}[stage]
+    done = {"width": "slots", "rerank": "substituted", "swap": "substituted", "drop": "dropped"}[stage]
     assert found["decode"][done] > 0
 
 

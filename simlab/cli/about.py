@@ -39,7 +39,7 @@ def add_commands(commands: Any) -> None:
 def policy_facts(policy: RoutingPolicy | EvictionPolicy) -> dict[str, Any]:
     """A policy as plain JSON values."""
     routing = isinstance(policy, RoutingPolicy)
-    doc = (policy.function if isinstance(policy, RoutingPolicy) else policy.key).__doc__ or ""
+    doc = policy.function.__doc__ or ""
     return {
         "name": policy.name,
         "kind": "routing" if routing else "eviction",
@@ -49,7 +49,10 @@ def policy_facts(policy: RoutingPolicy | EvictionPolicy) -> dict[str, Any]:
             name: {"default": k.default, "low": k.low, "high": k.high, "integer": k.integer, "help": k.help}
             for name, k in policy.knobs.items()
         },
-        "needs": sorted(policy.needs) if isinstance(policy, RoutingPolicy) else [],
+        "needs": sorted(policy.needs),
+        "learns": {name: one._asdict() for name, one in policy.learns.items()}
+        if isinstance(policy, RoutingPolicy)
+        else {},
         "source": policy.source,
         "source_hash": policy.source_hash,
         "what": doc.strip().splitlines()[0] if doc.strip() else "",
@@ -68,8 +71,11 @@ def _policies(args: argparse.Namespace) -> None:
         for name, k in f["knobs"].items():
             whole = "whole number, " if k["integer"] else ""
             print(f"    knob {name} = {k['default']:g}, {whole}{k['low']:g} to {k['high']:g}: {k['help']}")
-        if f["kind"] == "routing":
+        if f["kind"] == "routing" or f["needs"]:
             print(f"    needs: {' and '.join(f['needs']) or 'nothing'}")
+        for name, one in f["learns"].items():
+            lacking = "" if one["untrained"] is None else f", without it {one['untrained']:g}"
+            print(f"    learns {name} per {one['per']} with --train{lacking}: {one['help']}")
         print(f"    source: {f['source']}")
 
 

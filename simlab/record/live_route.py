@@ -307,7 +307,9 @@ class LiveRoute:
             )
         numerators = np.take_along_axis(gate_numerators(scores, self._rule), router, axis=1)
         found = np.zeros_like(scores)
-        weights = applied_weights(np, numerators.T, router.T >= 0, self._rule)
+        # A row whose picks all weigh nothing has no weights: NaN, as in the graph.
+        with np.errstate(divide="ignore", invalid="ignore"):
+            weights = applied_weights(np, numerators.T, router.T >= 0, self._rule)
         np.put_along_axis(found, router, weights.T, axis=1)
         return found
 
