@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import polars as pl
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from reference import ReferenceCell, reference_replay
-from route_files import metrics_lines, route_lines, shared, write_lines
+from route_files import metrics_lines, route_lines, write_lines
 from synthetic import Synthetic, from_batches, generate, make_header, without_scores
 
 from simlab import explain
-from simlab.cells import MIB, build_cells, resolve_budget
+from simlab.cells import MIB, build_cells
 from simlab.cli.main import main
+from simlab.errors import InputError
 from simlab.judge.anatomy import (
     KINDS,
     Anatomy,
@@ -35,15 +32,11 @@ from simlab.judge.anatomy import (
 from simlab.judge.explain import Explanation, rate
 from simlab.judge.explain_text import explain_text, explain_to_json
 from simlab.judge.stats import block_bootstrap_mean
-from simlab.replay.columns import TraceColumns
-from simlab.replay.lookups import find_lookups, original_ids
-from simlab.replay.optimum import optimal_hits
 from simlab.replay.run import replay
 from simlab.replay.slots import by_layer as replay_by_layer
 from simlab.replay.slots import replay_slots
-from simlab.trace.importer import import_files
 from simlab.trace.store import Trace, TraceWriter, open_trace
-from simlab.types import Budget, Cell, PhaseNumbers, ResolvedBudget, Scope
+from simlab.types import Budget, Cell, PhaseNumbers, Scope
 
 ROOT = Path(__file__).resolve().parent.parent
 ORIGINAL = ROOT / "traces" / "original.trace"
@@ -52,74 +45,6 @@ Captured = pytest.CaptureFixture[str]
 
 def cell_of(budget: str, route: str = "original", scope: Scope = "global", evict: str = "lru") -> Cell:
     return build_cells(budgets=[budget], routes=[route], scope=scope, evicts=[evict])[0]
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Belady
-
-
-def belady(trace: Trace, total: int) -> np.ndarray:
-    columns = TraceColumns(trace)
-    lookups = find_lookups(columns, original_ids(columns))
-    return optimal_hits(columns, lookups, ResolvedBudget(total, (total,), per_layer=False))
-
-
-def test_belady_by_hand(tmp_path: Path) -> None:
-    """One layer, k = 1, room for two: 0 1 2 0 1 2. LRU hits nothing, Belady 0 and one more.
-
-    2 arrives: of 0 (used next) and 1, 1 leaves. 0 hits. 1 is read: 0 is never used again and leaves. 2 hits.
-    """
-    header = make_header(n_layer=1, n_expert=4, k=1, sizes=(10,))
-    trace = from_batches(header, [[0], [1], [2], [0], [1], [2]]).write(tmp_path / "t")
-    assert belady(trace, 20).tolist() == [False, False, False, True, False, True]
-    assert belady(trace, 30).tolist() == [False] * 3 + [True] * 3
-    assert belady(trace, 10).tolist() == [False] * 6
-
-
-def most_hits(batches: list[set[int]], room: int) -> int:
-    """The most hits of any eviction at all, by trying every set that could stay after each batch."""
-    best: dict[frozenset[int], int] = {frozenset(): 0}
-    for batch in batches:
-        following: dict[frozenset[int], int] = {}
-        for resident, hits in best.items():
-            others = resident - batch
-            hits += len(resident & batch)
-            for n in range(min(len(others), max(room - len(batch), 0)) + 1):
-                for kept in itertools.combinations(sorted(others), n):
-                    after = frozenset(kept) | batch
-                    following[after] = max(following.get(after, 0), hits)
-        best = following
-    return max(best.values())
-
-
-@given(
-    st.lists(st.sets(st.integers(0, 5), min_size=1, max_size=3), min_size=1, max_size=9), st.integers(1, 5)
-)
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-def test_no_eviction_hits_more_than_belady(batches: list[set[int]], room: int) -> None:
-    header = make_header(n_layer=1, n_expert=6, k=3, sizes=(1,))
-    padded = [sorted(b) + [-1] * (3 - len(b)) for b in batches]
-    with tempfile.TemporaryDirectory() as folder:
-        found = belady(from_batches(header, padded).write(Path(folder) / "t"), room)
-    assert found.sum() == most_hits(batches, room)
-
-
-def test_belady_on_the_recorded_qwen_decode(tmp_path: Path) -> None:
-    """Hit rates and bytes of the script of the engine's authors, at eleven budgets."""
-    path = import_files([str(shared("bmoe/qwen.route.csv"))], str(tmp_path / "q.trace"), False)
-    trace = open_trace(path)
-    columns = TraceColumns(trace)
-    lookups = find_lookups(columns, original_ids(columns))
-    decode = columns.decode[lookups.row]
-    for line in shared("bmoe/qwen-curve.csv").read_text().split()[1:]:
-        budget, policy, hit_all, hit_decode, read = line.split(",")
-        if policy != "belady":
-            continue
-        resolved = resolve_budget(cell_of(f"{budget}MiB").budget, "global", trace.header, 6)
-        hit = optimal_hits(columns, lookups, resolved)
-        assert 100 * hit.mean() == pytest.approx(float(hit_all), abs=6e-4)
-        assert 100 * hit[decode].mean() == pytest.approx(float(hit_decode), abs=6e-4)
-        assert lookups.size[~hit].sum() / MIB == pytest.approx(float(read), abs=0.06)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -177,7 +102,7 @@ def test_an_anatomy_adds_up_to_the_replay(name: str) -> None:
 
 
 def test_kinds_by_hand(tmp_path: Path) -> None:
-    """The batches of `test_belady_by_hand` in two layers, 10 bytes an entry, room for two in each layer."""
+    """Both layers pick 0 1 2 0 1 2 (the hits: `test_belady_by_hand`), 10 bytes an entry, room for two in each layer."""
     header = make_header(n_layer=2, n_expert=4, k=1, sizes=(10,))
     trace = from_batches(header, [[0], [1], [2], [0], [1], [2]]).write(tmp_path / "t")
     found = anatomy(trace, cell_of("2/layer"))
@@ -423,6 +348,20 @@ def test_a_cell_that_is_not_lru(tmp_path: Path) -> None:
     assert any(c.what == "LRU, router's own routing, same cache" for c in found.changes)
     # Evicting the newest is what Belady does when sets go round.
     assert found.decode.counts["hits"] > 0
+
+
+def test_a_training_part_is_not_counted(tmp_path: Path) -> None:
+    trace = generate(make_header(n_layer=2, n_expert=8, k=2), n_decode=40).write(tmp_path / "t")
+    cell = cell_of("1.5cycles")
+    found, numbers = explain(trace, cell, train="50%"), replay(trace, cell, train="50%")
+    assert found.decode.tokens == numbers.decode.tokens == 20
+    assert_counts(found.decode.counts, numbers.decode)
+    assert found.curve["decode_hits"][0] + found.curve["decode_misses"][0] == numbers.decode.lookups
+
+
+def test_one_expert_at_a_time_is_refused() -> None:
+    with pytest.raises(InputError, match="--sequential"):
+        explain(ORIGINAL, dataclasses.replace(cell_of("2cycles"), sequential=True))
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ def _explain(args: argparse.Namespace) -> None:
     from simlab.judge.explain_text import explain_text, explain_to_json
 
     with Progress("explain") as progress:
-        found = explain(trace, cell, progress=progress)
+        found = explain(trace, cell, progress=progress, train=getattr(args, "train", None))
     if chart is not None:
         from simlab.judge.anatomy_charts import write_explain_page
 

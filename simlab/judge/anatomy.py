@@ -21,6 +21,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from simlab.cells import MIB, effective_k, resolve_budget
+from simlab.errors import InputError
 from simlab.replay.columns import TraceColumns
 from simlab.replay.lookups import NEVER, Lookups, find_lookups, reuse_bytes
 from simlab.replay.optimum import optimal_hits
@@ -57,16 +58,25 @@ class Anatomy:
         return self.lookups.filter(pl.col("token") < 0)
 
 
-def anatomy(trace: TraceLike, cell: Cell, *, progress: Callable[[float], None] | None = None) -> Anatomy:
+def anatomy(
+    trace: TraceLike,
+    cell: Cell,
+    *,
+    progress: Callable[[float], None] | None = None,
+    train: str | None = None,
+) -> Anatomy:
     """Replay one cell and tell its misses apart.
 
     Args:
         progress: called now and then with the share of the rows done.
+        train: what policies that learn do so from, as `--train` takes it.
 
     Raises:
-        InputError: as `simlab.replay.run.replay`.
+        InputError: as `simlab.replay.run.replay`, and for a cell that looks up one expert at a time.
     """
-    replayer = Replayer(trace, [cell], detail=True)
+    if cell.sequential:
+        raise InputError("--sequential: misses are told apart batch by batch, not one expert at a time")
+    replayer = Replayer(trace, [cell], detail=True, train=train)
     while replayer.advance():
         if progress is not None:
             progress(replayer.row / replayer.columns.n_rows)

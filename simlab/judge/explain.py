@@ -29,7 +29,7 @@ from simlab.judge.anatomy import (
 )
 from simlab.judge.stats import UNKNOWN, Interval, block_bootstrap_mean
 from simlab.replay.columns import TraceColumns
-from simlab.replay.curve import cliff_foot, lru_curve
+from simlab.replay.curve import cliff_foot, curve_of
 from simlab.replay.lookups import Lookups, find_lookups, original_ids, reuse_bytes
 from simlab.replay.run import TraceLike, sweep
 from simlab.trace.store import Trace, open_trace
@@ -132,14 +132,21 @@ class Explanation:
         return None if self.budget.per_layer else _foot(self.header, self.top_k)
 
 
-def explain(trace: TraceLike, cell: Cell, *, progress: Callable[[float], None] | None = None) -> Explanation:
+def explain(
+    trace: TraceLike,
+    cell: Cell,
+    *,
+    progress: Callable[[float], None] | None = None,
+    train: str | None = None,
+) -> Explanation:
     """Take one cell of a trace apart.
 
     Args:
         progress: called now and then with the share of the work done.
+        train: what policies that learn do so from, as `--train` takes it.
 
     Raises:
-        InputError: as `simlab.replay.run.replay`.
+        InputError: as `simlab.judge.anatomy.anatomy`.
     """
     trace = trace if isinstance(trace, Trace) else open_trace(trace)
     header = trace.header
@@ -152,13 +159,13 @@ def explain(trace: TraceLike, cell: Cell, *, progress: Callable[[float], None] |
         if progress is not None:
             progress(share * done)
 
-    found = anatomy(trace, cell, progress=first_part)
+    found = anatomy(trace, cell, progress=first_part, train=train)
     columns = found.columns
     turns = _turns_of_tokens(columns, found.n_tokens)
     decode = _decode_phase(found, turns)
     prefill = _prefill_phase(found)
     router = Router(columns)
-    curve = lru_curve(trace, "per_layer" if budget.per_layer else "global")
+    curve = curve_of(columns, "per_layer" if budget.per_layer else "global")
     layers, windows = by_layer(found.decode), along_decode(found.decode, found.n_tokens)
     changes = _changes(cell, budget, decode, router, curve)
     if margins:
@@ -167,7 +174,7 @@ def explain(trace: TraceLike, cell: Cell, *, progress: Callable[[float], None] |
             if progress is not None:
                 progress(share + (1 - share) * done)
 
-        for numbers in sweep(trace, margins, progress=second_part):
+        for numbers in sweep(trace, margins, progress=second_part, train=train):
             d = numbers.decode
             what = f"substitution, L = {numbers.cell.margin:g}"
             changes.append(Change(what, d.hit_rate, d.read_mib_per_token, d.mass_displaced))

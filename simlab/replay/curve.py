@@ -54,12 +54,17 @@ def lru_curve(trace: Trace | str | os.PathLike[str], scope: Scope = "global") ->
             SimlabWarning,
             stacklevel=2,
         )
+    return curve_of(columns, scope)
+
+
+def curve_of(columns: TraceColumns, scope: Scope) -> pl.DataFrame:
+    """`lru_curve` of columns at hand: of what they count."""
     lookups = find_lookups(columns, original_ids(columns))
     least = least_budgets(columns, reuse_bytes(columns, lookups, scope), scope)
     counted = columns.counted[lookups.row]
     warm = counted & ~lookups.cold
     budgets = np.unique(np.append(least[warm], 1))
-    cycle = trace.header.cycle_bytes()
+    cycle = columns.trace.header.cycle_bytes()
     curve: dict[str, Any] = {
         "budget_bytes": budgets,
         "budget_mib": budgets / MIB,
