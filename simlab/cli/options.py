@@ -12,7 +12,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from simlab.cells import MIB, build_cells, effective_k, resolve_budget
+from simlab.cells import (
+    MIB,
+    build_cells,
+    check_eviction,
+    check_live,
+    effective_k,
+    resolve_budget,
+)
 from simlab.errors import InputError, SimlabWarning
 from simlab.policy import find_routing
 from simlab.types import Cell, TraceHeader
@@ -54,10 +61,30 @@ def _values(option: str, lists: bool) -> Callable[[str], list[str]]:
     return parse
 
 
+def _specs(lists: bool) -> Callable[[str], list[str]]:
+    """As `_values`, where a value may have several knobs: `knob=v` alone belongs to the value before it."""
+    split = _values("evict", lists=True)
+
+    def parse(text: str) -> list[str]:
+        specs: list[str] = []
+        for part in split(text):
+            if specs and "=" in part and ":" not in part:
+                specs[-1] += f",{part}"
+            else:
+                specs.append(part)
+        if len(specs) > 1 and not lists:
+            return _values("evict", lists)(text)
+        return specs
+
+    parse.__name__ = "evict"
+    return parse
+
+
 def add_cell_options(parser: argparse.ArgumentParser, lists: bool) -> None:
     """The options that make a cell; with `lists`, each takes several values and every combination is a cell.
 
-    Each is stored as a list of words or None: `budget, margin, drop, top_k, route, evict`; `scope` is a word.
+    Each is stored as a list of words or None: `budget, margin, drop, top_k, route, evict`; `scope` and `train`
+    are words, `sequential` is a bool.
     """
     several = ",.." if lists else ""
     group = parser.add_argument_group("cell options" + (" (comma-separated lists multiply)" if lists else ""))
@@ -77,15 +104,34 @@ def add_cell_options(parser: argparse.ArgumentParser, lists: bool) -> None:
         + ("; repeatable" if lists else "")
         + " ('simlab policies' lists them)",
     )
-    add("evict", "NAME", "eviction policy (default lru)")
-    parser.set_defaults(lists=lists)
+    group.add_argument(
+        "--evict",
+        type=_specs(lists),
+        metavar="SPEC" + several,
+        help="eviction policy, name:knob=v,knob=v or a file (default lru)",
+    )
+    parser.set_defaults(lists=lists, live=False)
     group.add_argument(
         "--scope", choices=("global", "per_layer"), help="one cache (default) or one per layer"
+    )
+    group.add_argument(
+        "--sequential",
+        action="store_true",
+        help="look up and evict one expert at a time, to measure what that does (replay only)",
+    )
+    group.add_argument(
+        "--train",
+        metavar="PART",
+        help="what policies learn from: 25%% (the first decode tokens, not counted), OTHER.trace or same",
     )
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Options of the live engine: `lanes, buffered, threads, ctx, ubatch`; None: the engine's choice."""
+    """Options of the live engine: `lanes, buffered, threads, ctx, ubatch`; None: the engine's choice.
+
+    A command that has them runs its cells live.
+    """
+    parser.set_defaults(live=True)
     group = parser.add_argument_group("engine options")
     group.add_argument(
         "--lanes", type=whole_number(1, 8), default=4, metavar="N", help="reader lanes, 1 to 8 (default 4)"
@@ -113,6 +159,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         "n_ctx": args.ctx,
         "overlap": args.overlap,
         "prefetch": args.prefetch,
+        "train": getattr(args, "train", None),
     }
     if args.ubatch is not None:
         options["n_ubatch"] = args.ubatch
@@ -154,7 +201,7 @@ def cells_from_args(
     budgets = args.budget or ([default_budget] if default_budget else None)
     if not budgets:
         raise InputError("--budget: is missing; write 2000MiB, 2.5cycles, 48/layer, 25% or off")
-    return build_cells(
+    cells = build_cells(
         budgets=budgets,
         margins=args.margin or (),
         drops=args.drop or (),
@@ -162,7 +209,13 @@ def cells_from_args(
         routes=routes or (),
         evicts=evicts or ("lru",),
         scope=scope or "global",
+        sequential=args.sequential,
     )
+    for cell in cells:
+        check_eviction(cell, trained=args.train is not None)
+        if args.live:
+            check_live(cell)
+    return cells
 
 
 def recorded_route(header: TraceHeader) -> str:
@@ -188,15 +241,26 @@ def recorded_evict(header: TraceHeader) -> str:
     Raises:
         InputError: it was a user's file, which the trace does not carry.
     """
-    _refuse_file("--evict", header.evict or "", header)
-    return header.evict or "lru"
+    name = header.evict or "lru"
+    _refuse_file("--evict", name, header)
+    knobs = ",".join(f"{k}={v!r}" for k, v in _own_knobs(header, name).items())
+    return name + (f":{knobs}" if knobs else "")
+
+
+def _own_knobs(header: TraceHeader, policy: str) -> dict[str, float]:
+    """Knobs of a header that are kept under their policy's name, without it."""
+    prefix = f"{policy}."
+    return {k.removeprefix(prefix): v for k, v in header.knobs.items() if k.startswith(prefix)}
 
 
 def _refuse_file(option: str, name: str, header: TraceHeader) -> None:
     """Refuse a recorded policy that was a user's file, `policy@file.py` or `file.py`: no trace names code to run."""
     file = name.rpartition("@")[2]
     if file.endswith(".py"):
-        own = {k.removeprefix(f"{name}."): v for k, v in header.knobs.items()} if option == "--route" else {}
+        own = _own_knobs(header, name)
+        if option == "--route":
+            evict = f"{header.evict}."
+            own |= {k: v for k, v in header.knobs.items() if "." not in k and not k.startswith(evict)}
         knobs = ":" + ",".join(f"{k}={v:g}" for k, v in own.items()) if own else ""
         raise InputError(
             f"the trace was recorded under a policy file, {file}, which it does not carry; "

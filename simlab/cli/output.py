@@ -51,18 +51,20 @@ def cell_to_json(numbers: CellNumbers) -> dict[str, Any]:
         "drop": cell.drop,
         "top_k": numbers.top_k,
         "evict": cell.evict,
+        "evict_knobs": dict(cell.evict_knobs),
         "scope": cell.scope,
+        "sequential": cell.sequential,
         "budget_mib": numbers.budget_mib,
         "budget_cycles": numbers.budget_cycles,
         "decode": dataclasses.asdict(numbers.decode),
         "all": dataclasses.asdict(numbers.all),
     }
-    live = {name: getattr(numbers, name) for name in LIVE_FIELDS}
-    return json_value(fields | {name: value for name, value in live.items() if value is not None})
+    rest = {name: getattr(numbers, name) for name in (*LIVE_FIELDS, "note")}
+    return json_value(fields | {name: value for name, value in rest.items() if value is not None})
 
 
 def cells_to_frame(cells: Sequence[CellNumbers]) -> pl.DataFrame:
-    """Cells as a flat table, one row each, with prefixes `decode_` and `all_`; `knobs` is JSON text."""
+    """Cells as a flat table, one row each, with prefixes `decode_` and `all_`; knobs are JSON text."""
     import polars as pl
 
     def of(annotation: str) -> Any:
@@ -70,18 +72,18 @@ def cells_to_frame(cells: Sequence[CellNumbers]) -> pl.DataFrame:
 
     schema: dict[str, Any] = {
         "source": pl.String, "route": pl.String, "knobs": pl.String, "margin": pl.Float64, "drop": pl.Float64,
-        "top_k": pl.Int64, "evict": pl.String, "scope": pl.String, "budget_mib": pl.Float64,
-        "budget_cycles": pl.Float64,
+        "top_k": pl.Int64, "evict": pl.String, "evict_knobs": pl.String, "scope": pl.String,
+        "sequential": pl.Boolean, "budget_mib": pl.Float64, "budget_cycles": pl.Float64,
     }  # fmt: skip
     for phase in ("decode", "all"):
         schema |= {f"{phase}_{f.name}": of(str(f.type)) for f in dataclasses.fields(PhaseNumbers)}
-    schema |= dict.fromkeys(LIVE_FIELDS, pl.Float64)
+    schema |= dict.fromkeys(LIVE_FIELDS, pl.Float64) | {"note": pl.String}
     rows = []
     for numbers in cells:
         row = cell_to_json(numbers)
         for phase in ("decode", "all"):
             row |= {f"{phase}_{name}": value for name, value in row.pop(phase).items()}
-        row["knobs"] = json.dumps(row["knobs"])
+        row |= {name: json.dumps(row[name]) for name in ("knobs", "evict_knobs")}
         rows.append({name: row.get(name) for name in schema})
     return pl.DataFrame(rows, schema=schema)
 
@@ -96,9 +98,10 @@ def table(cells: Sequence[CellNumbers]) -> str:
         return f"{100 * part / whole:.1f}" if whole else "-"
 
     live = [n for n in LIVE_FIELDS[:1] + LIVE_FIELDS[3:4] if any(getattr(c, n) is not None for c in cells)]
+    notes = ["note"] if any(c.note for c in cells) else []
     lines = [
         ["source", "route", "evict", "scope", "budget MiB", "cycles", "k", "hit %", "MiB/token", "cold",
-         "capacity", "subst. %", "dropped %", "mass", "agree", *live]
+         "capacity", "subst. %", "dropped %", "mass", "agree", *live, *notes]
     ]  # fmt: skip
     for c in cells:
         d = c.decode
@@ -107,7 +110,7 @@ def table(cells: Sequence[CellNumbers]) -> str:
             [
                 "replay (simulated)" if c.source == "replay" else c.source,
                 c.cell.route.name + (f":{knobs}" if knobs else ""),
-                c.cell.evict,
+                c.cell.evict_spec,
                 c.cell.scope,
                 "off" if c.cell.budget.kind == "off" else f"{c.budget_mib:.1f}",
                 number(c.budget_cycles, ".2f"),
@@ -121,6 +124,7 @@ def table(cells: Sequence[CellNumbers]) -> str:
                 number(d.mass_displaced, ".4f"),
                 number(d.agreement, ".3f"),
                 *(number(getattr(c, name), ".3f") for name in live),
+                *([c.note or ""] if notes else []),
             ]
         )
     return align(lines)

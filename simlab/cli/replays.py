@@ -77,11 +77,11 @@ def _replay(args: argparse.Namespace) -> None:
         from simlab.replay.run import sweep
 
         with Progress("replay") as progress:
-            numbers, by = sweep(trace, [cell], progress=progress)[0], None
+            numbers, by = sweep(trace, [cell], progress=progress, train=args.train)[0], None
     else:
         from simlab.replay.slots import by_layer, by_token, replay_slots
 
-        result = replay_slots(trace, cell)
+        result = replay_slots(trace, cell, train=args.train)
         numbers = result.numbers
         by = {"layer": by_layer, "token": by_token}[args.by](result) if args.by else None
         if slots_path is not None:
@@ -105,7 +105,7 @@ def _sweep(args: argparse.Namespace) -> None:
     from simlab.replay.run import sweep
 
     with Progress(f"sweep of {len(cells)} cells") as progress:
-        numbers = sweep(trace, cells, progress=progress)
+        numbers = sweep(trace, cells, progress=progress, train=args.train)
     if out is not None:
         write_frame(out, cells_to_frame(numbers))
         say_written(out)

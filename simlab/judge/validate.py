@@ -46,7 +46,7 @@ def validate(
     trace = trace if isinstance(trace, Trace) else open_trace(trace)
     _check_model(trace, Path(model) if model is not None else EMBEDDED_MODEL)
     graphs = planned_graphs(trace)
-    replays = sweep(trace, cells)
+    replays = sweep(trace, cells, train=engine_options.get("train"))
     compared: dict[int, Comparison] = {}
     order = sorted(range(len(cells)), key=lambda i: effective_k(cells[i].route, trace.header))
     engine, opened_k = None, None

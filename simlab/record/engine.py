@@ -17,9 +17,10 @@ import numpy as np
 
 from simlab.cells import effective_k, parse_budget, resolve_budget
 from simlab.errors import InputError, RunError, SimlabWarning
+from simlab.learning import learn
 from simlab.policy import find_eviction
 from simlab.record.asking import NodeFilter
-from simlab.record.cache import LiveCache
+from simlab.record.cache import LiveCache, live_cache
 from simlab.record.discovery import Discovery
 from simlab.record.experts import ExpertMemory
 from simlab.record.ggml import check_layout, engine_version
@@ -33,7 +34,7 @@ from simlab.record.machine import check_top_k, cpu_name, default_threads
 from simlab.record.plan import PlannedGraph, chunks, text_graphs
 from simlab.record.reads import ReadLanes
 from simlab.record.recorder import GraphPlace, Recorder
-from simlab.routing import knob_values
+from simlab.replay.training import load_training
 from simlab.trace.store import TraceWriter
 from simlab.types import DECODE, PREFILL, THROW_AWAY_TURN, Cell, TraceHeader
 
@@ -65,6 +66,7 @@ class Engine:
         n_threads, n_ctx, n_ubatch: llama.cpp's; the context defaults to what the model was trained for.
         overlap: read down projections while gate and up are computed.
         prefetch: look-ahead, `previous_token:K=1` or `next_gate:K=8`; read by a background lane of its own.
+        train: a trace of this model that policies learn from (`--train`).
 
     Raises:
         InputError: not a model this engine can stream. RunError: llama.cpp failed, or its layout is unknown.
@@ -82,6 +84,7 @@ class Engine:
         n_ubatch: int = 512,
         overlap: bool = False,
         prefetch: str | None = None,
+        train: str | None = None,
     ) -> None:
         if lanes not in _LANES:
             raise InputError(f"--lanes {lanes}: must lie between 1 and 8")
@@ -125,6 +128,7 @@ class Engine:
                 self._ahead_lanes = ReadLanes(
                     self.gguf.files, 1, self._lanes.direct, background=True, first_lane=lanes
                 )
+            self.training = load_training(train, self.header()) if train is not None else None
         except BaseException:
             self.close()
             raise
@@ -196,7 +200,7 @@ class Engine:
                 "budget": cell.budget.text,
                 "prefetch": self.prefetch.text if self.prefetch is not None else None,
                 "route": cell.route.name,
-                "knobs": cell.route.knobs,
+                "knobs": cell.route.knobs | {f"{cell.evict}.{n}": v for n, v in cell.evict_knobs.items()},
                 "evict": cell.evict,
                 "scope": cell.scope,
                 "policy_source_hash": hashlib.sha256("".join(hashes).encode()).hexdigest(),
@@ -238,17 +242,17 @@ class Engine:
             )
         for layer, expert in self._experts.slices:
             self._experts.release(layer, expert)
-        eviction = find_eviction(cell.evict)
-        self._cache = LiveCache(
-            np.array([header.entry_bytes[i] for i in header.moe_layers], dtype=np.int64),
-            header.n_expert,
-            resolve_budget(cell.budget, cell.scope, header, k),
-            eviction,
-            knob_values(eviction.knobs, cell.evict_knobs),
-        )
+        self._cache = live_cache(cell, header, self.training)
         rule = None if self.routing.separate_gate else self.routing.weight_rule
         route = LiveRoute(
-            cell.route, k, header.n_expert, len(header.moe_layers), self.routing.score_space, rule
+            cell.route,
+            k,
+            header.n_expert,
+            len(header.moe_layers),
+            self.routing.score_space,
+            rule,
+            header.gating,
+            learn(cell.route.steps, self.training, len(header.moe_layers), header.n_expert),
         )
         ahead = None
         if self.prefetch is not None and self._ahead_lanes is not None:

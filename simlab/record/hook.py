@@ -238,7 +238,7 @@ class Hook:
         tally.lookups += looked_up.lookups
         tally.hits += looked_up.hits
         tally.dropped += n_dropped
-        tally.evictions += len(looked_up.evicted)
+        tally.evictions += len(looked_up.evicted) + len(looked_up.bypassed)
         tally.read_bytes += entry_bytes * len(looked_up.misses)
         if self.on_batch is not None and residency is not None:
             event = RoutingEvent(
@@ -258,6 +258,8 @@ class Hook:
             self._read(layer, looked_up.misses)
             if self._cache.budget.off:
                 self._uncached = [(layer, expert) for expert in looked_up.misses]
+        if looked_up.bypassed:
+            self._uncached = [(layer, expert) for expert in looked_up.bypassed]
         if self._look_ahead is not None and self.phase == DECODE:
             self._look_ahead.see_run(batch.at, [e for row in walk.tolist() for e in row])
 
@@ -322,7 +324,7 @@ class Hook:
         self.release_uncached()
 
     def release_uncached(self) -> None:
-        """With the cache off, give back what the last batch read: its matmuls are done."""
+        """Give back what the last batch ran and the cache does not keep: its matmuls are done."""
         for layer, expert in self._uncached:
             self._experts.release(layer, expert)
         self._uncached = []

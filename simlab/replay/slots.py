@@ -24,16 +24,16 @@ class SlotReplay:
     expert (after substitution, before repointing), weight (null if unknown), residency, dropped,
     read_bytes."""
     rows: pl.DataFrame
-    """One row per routing row, the throw-away turn included: where it is, and its counters."""
+    """One row per routing row, the throw-away turn included: where it is, whether it is counted, its counters."""
 
 
-def replay_slots(trace: TraceLike, cell: Cell) -> SlotReplay:
+def replay_slots(trace: TraceLike, cell: Cell, *, train: str | None = None) -> SlotReplay:
     """Replay a trace under one cell and keep every slot (the table of `--slots`, interface.md).
 
     Raises:
         InputError: as `simlab.replay.run.replay`.
     """
-    replayer = Replayer(trace, [cell], detail=True)
+    replayer = Replayer(trace, [cell], detail=True, train=train)
     while replayer.advance():
         pass
     return SlotReplay(replayer.numbers()[0], slot_table(replayer, 0), row_table(replayer, 0))
@@ -82,6 +82,7 @@ def row_table(replayer: Replayer, cell: int) -> pl.DataFrame:
             for i, name in enumerate(SUMS)
             if replayer.has_scores or name == "agreement"
         ),
+        pl.Series("counted", columns.counted[replayed]),
         pl.Series("events", (columns.router_k[replayed] > 0).astype(np.int64)),
     )
 
@@ -100,7 +101,7 @@ def by_token(replay: SlotReplay) -> pl.DataFrame:
 
 
 def _aggregate(replay: SlotReplay, by: list[str]) -> pl.DataFrame:
-    decode = replay.rows.filter((pl.col("phase") == 1) & (pl.col("turn") >= 0))
+    decode = replay.rows.filter((pl.col("phase") == 1) & pl.col("counted"))
     means = [name for name in SUMS if name in decode.columns]
     grouped = decode.group_by(by, maintain_order=True).agg(pl.col(*COUNTERS, *means, "events").sum())
     if by == ["layer"]:
