@@ -197,6 +197,7 @@ def traces(draw: st.DrawFn) -> Synthetic:
     return trace
 
 
+@pytest.mark.slow
 @given(traces(), st.sampled_from(SCOPES))
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 def test_the_curve_is_the_plain_replay_at_its_edges(trace: Synthetic, scope: Scope) -> None:
@@ -224,12 +225,14 @@ def assert_equals_replays(trace: Trace, scope: Scope, n_budgets: int = 20) -> No
                 assert step[f"{phase}_{name}"] == getattr(part, name), (step["budget_bytes"], phase, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("name", ["original", "margin-0.15", "drop-0.75"])
 def test_shipped_traces_at_20_budgets(name: str, scope: Scope) -> None:
     assert_equals_replays(open_trace(ROOT / "traces" / f"{name}.trace"), scope)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", SCOPES)
 def test_wide_prefill_turns_and_unequal_entries_at_20_budgets(scope: Scope, tmp_path: Path) -> None:
     header = make_header(n_layer=3, n_expert=16, k=4, sizes=(1000, 3, 70), first_layer=1)
@@ -239,6 +242,7 @@ def test_wide_prefill_turns_and_unequal_entries_at_20_budgets(scope: Scope, tmp_
     assert_equals_replays(trace.write(tmp_path / "t"), scope)
 
 
+@pytest.mark.slow
 def test_longer_lists_than_recorded_come_from_the_scores(tmp_path: Path) -> None:
     """A trace with 2 recorded ids where the model runs 3: the third is ranked, as a replay ranks it."""
     header = make_header(n_layer=2, n_expert=8, k=3)

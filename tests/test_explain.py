@@ -81,6 +81,7 @@ CELLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CELLS)
 def test_an_anatomy_adds_up_to_the_replay(name: str) -> None:
     trace = open_trace(ORIGINAL)
@@ -180,6 +181,7 @@ def test_a_ratio_and_its_interval() -> None:
 # Explanations
 
 
+@pytest.mark.slow
 def test_an_explanation_of_a_shipped_trace() -> None:
     trace = open_trace(ORIGINAL)
     cell = cell_of("2cycles")
@@ -207,7 +209,9 @@ def test_an_explanation_of_a_shipped_trace() -> None:
     assert found.timing.tokens == 247
     tokens = trace.tokens.filter((pl.col("phase") == 1) & (pl.col("turn") >= 0)).collect()
     assert found.timing.wall_ms.value == pytest.approx(np.mean(tokens["wall_ns"].to_numpy()) / 1e6)
-    assert found.timing.read_share == pytest.approx(tokens["read_wait_ns"].sum() / tokens["wall_ns"].sum())
+    assert found.timing.read_share == pytest.approx(
+        tokens["read_wait_ns"].to_numpy().sum() / tokens["wall_ns"].to_numpy().sum()
+    )
     text = explain_text(found)
     assert "Cache figures are replay (simulated)" in text
     assert "Measured when the trace was recorded, not simulated." in text
@@ -304,6 +308,7 @@ def test_an_empty_trace(tmp_path: Path) -> None:
     assert explain_text(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n_layer", "k"), [(1, 2), (3, 1), (1, 1)])
 def test_one_layer_and_one_expert(n_layer: int, k: int, tmp_path: Path) -> None:
     header = make_header(n_layer=n_layer, n_expert=8, k=k)

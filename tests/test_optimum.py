@@ -11,15 +11,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from route_files import shared
-from synthetic import from_batches, make_header
+from synthetic import from_batches, generate, make_header
 
-from simlab.cells import MIB
+from simlab.cells import MIB, build_cells, resolve_budget
 from simlab.replay.columns import TraceColumns
 from simlab.replay.lookups import find_lookups, original_ids
 from simlab.replay.optimum import optimal_hits
+from simlab.replay.run import sweep
 from simlab.trace.importer import import_files
 from simlab.trace.store import Trace, open_trace
-from simlab.types import ResolvedBudget
+from simlab.types import ResolvedBudget, Scope
 
 
 def belady(trace: Trace, total: int) -> np.ndarray:
@@ -84,3 +85,21 @@ def test_belady_on_the_recorded_qwen_decode(tmp_path: Path) -> None:
         assert 100 * hit.mean() == pytest.approx(float(hit_all), abs=6e-4)
         assert 100 * hit[decode].mean() == pytest.approx(float(hit_decode), abs=6e-4)
         assert lookups.size[~hit].sum() / MIB == pytest.approx(float(read), abs=0.06)
+
+
+@pytest.mark.parametrize("scope", ["global", "per_layer"])
+def test_the_policy_called_belady_has_as_many_hits(scope: Scope, tmp_path: Path) -> None:
+    """Entries of one size: the replayer's policy breaks ties another way, which changes no count."""
+    pytest.importorskip("simlab.policies.belady", reason="this checkout has no eviction policy 'belady'")
+    header = make_header(n_layer=3, n_expert=12, k=3, sizes=(10,))
+    trace = generate(header, n_prefill=5, n_decode=30, n_turns=2, throw_away=True).write(tmp_path / "t")
+    columns = TraceColumns(trace)
+    lookups = find_lookups(columns, original_ids(columns))
+    counted = columns.counted[lookups.row]
+    decode = counted & columns.decode[lookups.row]
+    cells = build_cells(budgets=["0.5cycles", "1.2cycles", "2cycles"], evicts=["belady"], scope=scope)
+    for numbers in sweep(trace, cells):
+        budget = resolve_budget(numbers.cell.budget, scope, header, header.n_expert_used)
+        hit = optimal_hits(columns, lookups, budget)
+        assert (hit & decode).sum() == numbers.decode.hits
+        assert (hit & counted).sum() == numbers.all.hits
