@@ -159,11 +159,11 @@ def test_what_cannot_be_known_live_is_refused():
 # -- any row -------------------------------------------------------------------------------------------------
 
 VALUES = {
-    "cache_prior": st.builds("cache_prior:lambda={},J={}".format, st.floats(0, 2), st.integers(0, 4)),
+    "cache_prior": st.builds("cache_prior:lambda={},J={}".format, st.floats(0, 2, width=32), st.integers(0, 4)),
     "max_rank": st.builds("max_rank:M={},J={}".format, st.integers(0, 9), st.integers(0, 4)),
-    "cum_prob": st.builds("cum_prob:p={},J={}".format, st.floats(0, 1), st.integers(0, 4)),
+    "cum_prob": st.builds("cum_prob:p={},J={}".format, st.floats(0, 1, width=32), st.integers(0, 4)),
     "resident_only": st.just("resident_only"),
-    "swap_on_miss": st.builds("swap_on_miss:tau={}".format, st.floats(0, 1.5)),
+    "swap_on_miss": st.builds("swap_on_miss:tau={}".format, st.floats(0, 1.5, width=32)),
     "buddy": st.builds("buddy:n={}".format, st.integers(0, 8)),
 }
 some_scores = st.lists(
@@ -245,7 +245,7 @@ def softmax_over(scores: np.ndarray, router: list[int]) -> list[Any]:
 )
 def test_any_row_is_dropped_from_as_plain_python_does(name, data, weights, resident):
     knob = {"skip_ratio": "beta", "adaptive_k": "t"}[name]
-    text = f"{name}:{knob}={data.draw(st.floats(0, 1))}"
+    text = f"{name}:{knob}={data.draw(st.floats(0, 1, width=32))}"
     route, step = live(text, k=len(weights)), parse_route(text).steps[0]
     row, experts = np.array([weights], f32), np.arange(len(weights), dtype=np.int32)[None]
     want = DROPS[name](list(row[0]), dict(step.knobs), None)
