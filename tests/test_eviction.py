@@ -186,7 +186,7 @@ traces = st.builds(
     n_decode=st.integers(1, 20),
     tokens_per_decode_graph=st.integers(1, 2),
 )
-few = settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+few = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
 @given(trace=traces, budget=st.sampled_from(["10%", "30%", "60%", "1/layer", "3/layer", "off"]))
