@@ -172,5 +172,5 @@ def test_a_generation_stops_at_a_stop_sequence(monkeypatch):
         monkeypatch.setattr(humaneval, "STOPS", (whole[5:8],))
         at = whole.find(whole[5:8])
         assert complete(engine, prompt, 16) == whole[:at]
-        with pytest.raises(InputError, match=r"test/0: .* do not fit a context of 1024; raise --ctx"):
-            solve(engines, [cell_of("4cycles")], [Problem(**ADD)], n_new=1020)
+        with pytest.raises(InputError, match=r"test/0: .* do not fit a context of 2048; raise --ctx"):
+            solve(engines, [cell_of("4cycles")], [Problem(**ADD)], n_new=2040)

@@ -237,8 +237,8 @@ def test_options_must_differ_in_their_first_token(engines, tmp_path):
     (item,) = read_items(_write(tmp_path / "i.jsonl", MMLU))
     with pytest.raises(InputError, match=r"i\.jsonl line 1: options .* do not differ in their first token"):
         tokenise(item, engines.get())
-    with pytest.raises(InputError, match="do not fit a context of 1024"):
-        tokenise(item._replace(prompt="x" * 1100, options=["a", "b", "c", "d"]), engines.get())
+    with pytest.raises(InputError, match="do not fit a context of 2048"):
+        tokenise(item._replace(prompt="x" * 2100, options=["a", "b", "c", "d"]), engines.get())
 
 
 def test_an_answer_is_the_likeliest_first_token(engines, tmp_path):

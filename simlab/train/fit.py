@@ -22,12 +22,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from simlab.errors import RunError
+
 from .network import BYTE_OFFSET, Network, Shape
 from .optimizer import Muon
 
 CHECKPOINT = "checkpoint.pt"
 _SAVE_EVERY_STEPS = 200
 _LOG_EVERY_STEPS = 20
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4  # of glibc's malloc.h
 
 
 @dataclass(frozen=True)
@@ -69,11 +72,7 @@ def keep_memory() -> None:
     page by page costs more than the arithmetic on them."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        for option, value in (
-            (-4, 0),
-            (-1, 2**31 - 1),
-            (-2, 512 * 2**20),
-        ):  # mmap_max, trim_threshold, top_pad
+        for option, value in (_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1), (_TOP_PAD, 512 * 2**20):
             mallopt(option, value)
 
 
@@ -82,14 +81,18 @@ def as_ids(text: bytes) -> Tensor:
 
 
 def train(text: bytes, held_out: bytes, folder: Path, plan: Plan) -> Network:
-    """Runs `plan` on `text` and returns the network; `folder` gets the checkpoint and the plan."""
+    """Runs `plan` on `text` and returns the network; `folder` gets the checkpoint and the plan.
+
+    Raises:
+        RunError: `folder` holds the checkpoint of another plan.
+    """
+    _keep_plan(folder, plan)
     torch.manual_seed(plan.seed)
     torch.set_flush_denormal(True)
     keep_memory()
     ids, held_ids = as_ids(text), as_ids(held_out)
     network = Network(plan.shape, plan.context)
     optimizers = _optimizers(network, plan)
-    (folder / "plan.json").write_text(json.dumps(asdict(plan), indent=1) + "\n")
     done = _resume(folder / CHECKPOINT, network, optimizers)
     seconds = 0.0 if done is None else done[1]
     started = time.monotonic() - seconds
@@ -121,6 +124,15 @@ def train(text: bytes, held_out: bytes, folder: Path, plan: Plan) -> Network:
     print(f"held out {nll.mean():.4f} nats per byte, {nll.mean() / math.log(2):.3f} bits")
     print(f"by eighth of the context {eighths}")
     return network
+
+
+def _keep_plan(folder: Path, plan: Plan) -> None:
+    path, text = folder / "plan.json", json.dumps(asdict(plan), indent=1) + "\n"
+    if (folder / CHECKPOINT).exists() and path.read_text() != text:
+        raise RunError(
+            f"{folder} holds a run of another plan ({path}); train in another folder, or empty this one"
+        )
+    path.write_text(text)
 
 
 def held_out_nll(network: Network, ids: Tensor, context: int, windows: int | None = None) -> np.ndarray:
