@@ -114,8 +114,7 @@ def test_slot_for_slot_on_a_shipped_trace(name, tmp_path):
 
 
 KINDS = {
-    "ties": {"grain": 0.7},
-    "wide graphs": {"tokens_per_decode_graph": 3, "n_turns": 2, "throw_away": True},
+    "ties in wide graphs": {"grain": 0.7, "tokens_per_decode_graph": 3, "n_turns": 2, "throw_away": True},
     "one of eight": {"n_expert": 8, "k": 1, "n_layer": 1},
     "all but one": {"n_expert": 5, "k": 4},
     "bias": {"scorer": biased_sigmoid, "gating": "sigmoid", "space": "raw"},
@@ -191,7 +190,7 @@ def test_slot_for_slot_where_scores_are_odd(name, tmp_path):
 
 @pytest.mark.slow
 def test_policies_compose_with_width_and_drop(tmp_path):
-    rows = made("ties")
+    rows = made("ties in wide graphs")
     trace = rows.write(tmp_path / "t")
     for route in ("max_rank:M=6,J=1+drop_cold:F=1", "swap_on_miss:tau=0.5+skip_ratio:beta=0.6"):
         cells = build_cells(budgets=["40%", "15%"], routes=[f"top_k:k=2+{route}"])
