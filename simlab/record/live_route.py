@@ -90,7 +90,7 @@ class LiveRoute:
         self._learned = {stage: _by_layer(of_stage, n_layers) for stage, of_stage in learned.items()}
         if self._rerank is not None and "mass" in self._rerank.policy.needs and gating is None:
             raise RunError(f"{self._rerank.policy.name} needs the router's gating, which is not known here")
-        self._gating = gating
+        self._gating: Gating | None = gating
         self._knobs = {s.policy.stage: knob_values(s.policy.knobs, s.knobs) for s in route.steps}
         self._states: dict[str, list[dict[str, Array]]] = {
             s.policy.stage: [{n: np.float32(v) for n, v in s.policy.state.items()} for _ in range(n_layers)]
