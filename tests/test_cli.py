@@ -23,8 +23,8 @@ from simlab.policy import builtin_policies
 from simlab.types import Budget, Cell, CellNumbers, PhaseNumbers, Route
 
 CELL_KEYS = [
-    "source", "route", "knobs", "margin", "drop", "top_k", "evict", "scope", "budget_mib", "budget_cycles",
-    "decode", "all",
+    "source", "route", "knobs", "margin", "drop", "top_k", "evict", "evict_knobs", "scope",
+    "sequential", "budget_mib", "budget_cycles", "decode", "all",
 ]  # fmt: skip
 PHASE_KEYS = [
     "tokens", "lookups", "hits", "misses", "hit_rate", "cold_misses", "capacity_misses", "read_mib",
@@ -109,7 +109,7 @@ def test_version(capsys: Captured) -> None:
         (["record", "--out", "t", "--text", "a", "--lanes", "9"], "--lanes: 9 must be between 1 and 8"),
         (["record", "--out", "t", "--text", "a", "--lanes", "x"], "--lanes: 'x' is not a whole number"),
         (["record", "--out", "t", "--text", "a", "--threads", "0"], "--threads: 0 must be 1 or more"),
-        (["record", "--out", "t", "--text", "a", "--sequential"], "--sequential"),
+        (["record", "--out", "t", "--text", __file__, "--budget", "1MiB", "--sequential"], "--sequential"),
         (["record", "--out", "t", "--text", "a", "--margin", ".1,.2"], "--margin: '.1,.2' is a list"),
         (["replay", "x", "--scope", "half"], "--scope"),
         (["sweep", "x", "--margin", ".1,,.2"], "--margin: '.1,,.2' has an empty value"),

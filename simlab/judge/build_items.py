@@ -2,9 +2,9 @@
 
 The embedded model reads bytes and knows nothing of the world, so its items come from held-out text: a
 context of about 180 bytes that ends before a word, the true word, and three other words of the same text.
-Whoever has the long held-out text (it is not shipped) builds the same file, byte for byte, with
+The same file comes out again, byte for byte, with
 
-    python -m simlab.judge.build_items OUT.jsonl HELDOUT.txt
+    python -m simlab.judge.build_items OUT.jsonl simlab/data/heldout.txt
 """
 
 from __future__ import annotations
