@@ -118,6 +118,13 @@ def hits_of(trace: Synthetic, budget: str, evict: str) -> list[bool]:
     return [bool(s["residency"]) for s in reference_replay(trace, as_reference(cell, trace, evict)).slots]
 
 
+def lookup_hits(trace: Synthetic, budget: str, evict: str) -> int:
+    """Lookups that hit, once per entry and batch; by the reference."""
+    cell = build_cells(budgets=[budget], evicts=[evict])[0]
+    golden = reference_replay(trace, as_reference(cell, trace, evict))
+    return golden.decode.hits + golden.prefill.hits
+
+
 def live_hits(trace: Synthetic, budget: str, evict: str) -> list[bool]:
     """Per slot, whether it was resident; by the live cache, whose promises are checked on the way."""
     cell = build_cells(budgets=[budget], evicts=[evict])[0]

@@ -3,35 +3,30 @@
 from __future__ import annotations
 
 import csv
-from pathlib import Path
 
 import pytest
+from route_files import shared
 
 from simlab.cells import build_cells
 from simlab.cli.main import main
 from simlab.replay.run import sweep
 
-DATA = Path("/work/shared/data/bmoe")
-CURVE = DATA / "qwen-curve.csv"
 NAMES = {"lru": "lru", "lfu": "lfu", "layer": "layer_lru", "layerlfu": "layer_lfu", "belady": "belady"}
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not CURVE.is_file(), reason=f"{CURVE} is not here"),
-]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory):
     out = tmp_path_factory.mktemp("bmoe") / "qwen.trace"
-    assert main(["import", str(DATA / "qwen.route.csv"), "--out", str(out)]) == 0
+    assert main(["import", str(shared("bmoe/qwen.route.csv")), "--out", str(out)]) == 0
     return out
 
 
 @pytest.mark.parametrize("theirs", NAMES)
 def test_decode_hit_rates_are_those_of_the_authors_script(trace, theirs):
     """At every budget of the file; it gives three decimals of a per cent, and so exactly these."""
-    rows = [row for row in csv.DictReader(CURVE.open()) if row["policy"] == theirs]
+    rows = [row for row in csv.DictReader(shared("bmoe/qwen-curve.csv").open()) if row["policy"] == theirs]
     assert len(rows) == 11
     cells = build_cells(budgets=[f"{row['budget_mib']}MiB" for row in rows], evicts=[NAMES[theirs]])
     for row, numbers in zip(rows, sweep(trace, cells), strict=True):
