@@ -72,7 +72,7 @@ def test_a_recording_replays_slot_for_slot(engine, tokens, evict, route, tmp_pat
 @pytest.mark.slow
 def test_least_stale_keeps_what_was_read_ahead(tokens, tmp_path):
     cell = build_cells(budgets=["1.2cycles"], evicts=["least_stale"])[0]
-    with Engine(n_threads=THREADS, prefetch="previous_token:K=1") as engine:
+    with Engine(n_threads=THREADS, prefetch="next_gate:K=8") as engine:
         trace = record(engine, tokens, cell, tmp_path / "t.trace")
     assert trace.reads.filter("speculative").collect().height > 0
     assert_same(trace, cell, tmp_path)
