@@ -225,9 +225,9 @@ def build_cells(
     ]
     found: list[Cell] = []
     parsed = [parse_budget(b) for b in budgets]
-    keeps = [(*parse_evict(e), find_eviction(e.partition(":")[0].strip()).scope) for e in evicts]
+    keeps = [parse_evict(e) for e in evicts]
     extras = list(itertools.product(*shorthands))
-    for budget, (evict, knobs, own_scope), base, extra in itertools.product(parsed, keeps, bases, extras):
+    for budget, (evict, knobs), base, extra in itertools.product(parsed, keeps, bases, extras):
         steps = list(base.steps)
         for step in filter(None, extra):
             same = next((s for s in steps if _place(s) == _place(step)), None)
@@ -244,7 +244,7 @@ def build_cells(
         check_cache(route, budget)
         # Experts of its own for each layer are a cache per layer, whatever the scope was said to be.
         of_budget: Scope = "per_layer" if budget.kind == "per_layer" else scope
-        found.append(Cell(route, budget, evict, knobs, own_scope or of_budget, sequential))
+        found.append(Cell(route, budget, evict, knobs, find_eviction(evict).scope or of_budget, sequential))
     if len(set(map(_identity, found))) < len(found):
         found = list({_identity(c): c for c in found}.values())
     return found

@@ -24,7 +24,7 @@ class Touch:
     position: int
     first: bool
     hit: bool
-    weight: float
+    weight: Any
     batch: int
 
 
@@ -164,7 +164,7 @@ class Foresight(Evicter):
         at = bisect.bisect_left(places, c.position)
         return places[at] if at < len(places) else NEVER
 
-    def key(self, entry: Entry, c: Close) -> float:
+    def key(self, entry: Entry, c: Close) -> Any:
         return -self.next_use(entry, c)
 
 

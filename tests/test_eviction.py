@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 
 import numpy as np
 import pytest
@@ -115,8 +116,7 @@ def test_random_by_hand(tmp_path):
 
 
 def test_a_decayed_count_halves_at_its_half_life():
-    from simlab.policies.lfu import halved
-
+    halved = importlib.import_module("simlab.policies.lfu").halved
     ages = np.arange(4000)
     for half_life in (0.5, 1, 3, 64, 777.25):
         found = halved(np, np.full(4000, 3.0), ages, np.float32(half_life))

@@ -26,7 +26,11 @@ def trace(tmp_path_factory):
 @pytest.mark.parametrize("theirs", NAMES)
 def test_decode_hit_rates_are_those_of_the_authors_script(trace, theirs):
     """At every budget of the file; it gives three decimals of a per cent, and so exactly these."""
-    rows = [row for row in csv.DictReader(shared("bmoe/qwen-curve.csv").read_text().splitlines()) if row["policy"] == theirs]
+    rows = [
+        row
+        for row in csv.DictReader(shared("bmoe/qwen-curve.csv").read_text().splitlines())
+        if row["policy"] == theirs
+    ]
     assert len(rows) == 11
     cells = build_cells(budgets=[f"{row['budget_mib']}MiB" for row in rows], evicts=[NAMES[theirs]])
     for row, numbers in zip(rows, sweep(trace, cells), strict=True):

@@ -209,7 +209,7 @@ def _one_by_one(
     """Each slot as a batch of its own, its read charged to it: `_look_up` slot after slot."""
 
     def step(cache: Tree, slot: _Slots) -> tuple[Tree, tuple[Tree, Tree]]:
-        one = _Slots(*(x[None] for x in slot))
+        one = _Slots._make(x[None] for x in slot)
         exists = (slot.walk >= 0).any()
         cache, counts, told = _look_up(shape, lanes, cache, row, one, jnp.bool_(True), exists)
         return cache, (counts, {name: x[0] for name, x in told.items()})
