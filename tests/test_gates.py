@@ -133,8 +133,10 @@ def test_a_cache_that_keeps_what_was_released_is_caught(monkeypatch: pytest.Monk
     """An eviction the cache forgets: it counts a hit on pages that are gone."""
     evict = cache.LiveCache._evict
 
-    def forgetful(self: cache.LiveCache, layer: int, touched: set[int]) -> list[tuple[int, int]]:
-        evicted = evict(self, layer, touched)
+    def forgetful(
+        self: cache.LiveCache, layer: int, touched: set[int], misses: list[int]
+    ) -> list[tuple[int, int]]:
+        evicted = evict(self, layer, touched, misses)
         for at, expert in evicted:
             self.residency(at)[expert] = True
             if self._recency is not None:
