@@ -90,10 +90,10 @@ def slot_rows(run: dict[str, NDArray]) -> list[dict[str, Any]]:
 
 
 def csv_bytes(rows: list[dict[str, Any]]) -> bytes:
-    """Rows as CSV; a list is written as its numbers with spaces between."""
+    """Rows as CSV; a list is written as its numbers with spaces between, an empty one as []."""
 
     def word(value: Any) -> str:
-        return " ".join(map(repr, value)) if isinstance(value, list) else repr(value)
+        return (" ".join(map(repr, value)) or "[]") if isinstance(value, list) else repr(value)
 
     lines = [",".join(rows[0]), *(",".join(map(word, row.values())) for row in rows)]
     return "".join(line + "\n" for line in lines).encode()

@@ -130,7 +130,7 @@ def _checked(name: str, value: Any, where: str) -> Any:
 
 
 def parse_words(option: str, text: str) -> dict[str, Any]:
-    """`name=value,name=value` of an option: true, false and numbers as such, all else as text.
+    """`name=value,name=value` of an option, the values as text.
 
     Raises:
         InputError: a part without `=`, or a name given twice.

@@ -25,11 +25,20 @@ def read_bytes(path: Path) -> bytes:
         raise InputError(f"{path}: no such file") from None
     except (OSError, ValueError) as error:  # a NUL in the name is a ValueError
         raise InputError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    if not data.strip():
-        raise InputError(f"{path}: the file is empty")
-    if data.startswith(b"version https://git-lfs"):
-        raise InputError(f"{path}, line 1: a Git-LFS pointer, not the data; run 'git lfs pull' to fetch it")
+    refuse_no_data(path, data)
     return data
+
+
+def refuse_no_data(path: Path, head: bytes) -> None:
+    """Refuse a file that begins like one without data.
+
+    Raises:
+        InputError: it is empty or a Git-LFS pointer.
+    """
+    if not head.strip():
+        raise InputError(f"{path}: the file is empty")
+    if head.startswith(b"version https://git-lfs"):
+        raise InputError(f"{path}, line 1: a Git-LFS pointer, not the data; run 'git lfs pull' to fetch it")
 
 
 def parse_json(data: bytes, where: str) -> Any:

@@ -116,6 +116,7 @@ def read_route(path: Path) -> RouteFile:
         raise text.refuse(int(np.argmax(slots["slot"])), "slot", problem)
     _warn_width(text, preamble, k)
     _warn_twice(text, slots["expert"], row_of_slot)
+    _warn_draft(text, rows, first)
     moe = {layer: size for layer, size in preamble.entry_bytes.items() if size > 0}
     return RouteFile(
         path=path,
@@ -362,6 +363,28 @@ def _warn_twice(text: CsvText, expert: NDArray, row_of_slot: NDArray) -> None:
         warnings.warn(
             f"{text.path}, line {text.line_of(int(again.min()))}, field 'expert': the same expert twice in "
             f"one routing ({len(again)} slots in all); kept as it stands",
+            SimlabWarning,
+            stacklevel=3,
+        )
+
+
+def _warn_draft(text: CsvText, rows: dict[str, NDArray], line_of_row: NDArray) -> None:
+    """A draft head that predicts a second token may write its rows under the number of a layer of the model."""
+    starts = np.flatnonzero(np.diff(rows["graph"], prepend=-1))
+    low, high, step = (
+        np.minimum.reduceat(rows["layer"], starts),
+        np.maximum.reduceat(rows["layer"], starts),
+        np.maximum.reduceat(rows["step"], starts),
+    )
+    place = np.stack([rows["turn"][starts], rows["phase"][starts], step])
+    again = (place[:, 1:] == place[:, :-1]).all(axis=0) & (place[1, 1:] == DECODE) & (step[1:] >= 0)
+    draft = np.flatnonzero(again & (low[1:] == high[1:]) & (low[:-1] < high[:-1])) + 1
+    if len(draft):
+        row = starts[draft[0]]
+        warnings.warn(
+            f"{text.path}, line {text.line_of(int(line_of_row[row]))}, field 'layer': layer {rows['layer'][row]} "
+            f"again, alone, at the step just decoded ({len(draft)} times): a draft layer under that number? kept as "
+            "graphs of their own",
             SimlabWarning,
             stacklevel=3,
         )
