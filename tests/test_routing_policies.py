@@ -159,7 +159,9 @@ def test_what_cannot_be_known_live_is_refused():
 # -- any row -------------------------------------------------------------------------------------------------
 
 VALUES = {
-    "cache_prior": st.builds("cache_prior:lambda={},J={}".format, st.floats(0, 2, width=32), st.integers(0, 4)),
+    "cache_prior": st.builds(
+        "cache_prior:lambda={},J={}".format, st.floats(0, 2, width=32), st.integers(0, 4)
+    ),
     "max_rank": st.builds("max_rank:M={},J={}".format, st.integers(0, 9), st.integers(0, 4)),
     "cum_prob": st.builds("cum_prob:p={},J={}".format, st.floats(0, 1, width=32), st.integers(0, 4)),
     "resident_only": st.just("resident_only"),
