@@ -1,10 +1,11 @@
 """Long tables of routings: CSV, parquet and JSONL with one row per (token, layer), or per (token, layer, slot).
 
 With one row per (token, layer) the experts, and where there are any the weights, scores and gate probabilities, are
-lists; in CSV a list is written `3 17 5`, `3;17;5` or `"[3, 17, 5]"`, an empty one `[]`. With one row per slot experts
-and weights are numbers, slots are told by a column or by the order of the rows, and a list of scores stands in every row of a
-routing. `NAMES` lists what a column may be called; `columns` of the facts names any other. Rows may come in any
-order: tokens are put into that of (turn, token), or of (turn, step) where only the context position is there.
+lists; in CSV a list is written `3 17 5`, `3;17;5` or `"[3, 17, 5]"`, an empty one `[]`. With one row per slot
+experts and weights are numbers, slots are told by a column or by the order of the rows, and a list of scores stands
+in every row of a routing. `NAMES` lists what a column may be called; `columns` of the facts names any other. Rows
+may come in any order: tokens are put into that of (turn, token), or of (turn, step) where only the context position
+is there.
 """
 
 from __future__ import annotations
