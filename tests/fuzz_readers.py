@@ -197,20 +197,11 @@ def _arrays(rng: random.Random) -> dict[str, np.ndarray]:
         array = run[name]
         match rng.randrange(7):
             case 0 | 1:  # one value
-                value = rng.choice([n for n in NUMBERS if isinstance(n, (int, float))])
                 if array.size and array.dtype.kind in "iuf":
-                    if array.dtype.kind in "iu":
-                        limits = np.iinfo(array.dtype)
-                        number = float(value)
-                        value = (
-                            0 if not math.isfinite(number) else max(min(int(value), limits.max), limits.min)
-                        )
-                    else:
-                        value = float(value) if abs(value) < 1e300 else math.inf
-                    with np.errstate(all="ignore"):
-                        array.flat[rng.randrange(array.size)] = value
+                    array.flat[rng.randrange(array.size)] = _fitting(rng, array.dtype)
             case 2:  # another type
-                with contextlib.suppress(ValueError, TypeError, OverflowError), np.errstate(all="ignore"):
+                # Not every type can be made of every other.
+                with contextlib.suppress(Exception), np.errstate(all="ignore"):
                     run[name] = array.astype(rng.choice(DTYPES))
             case 3:  # another shape
                 run[name] = rng.choice(
@@ -226,6 +217,16 @@ def _arrays(rng: random.Random) -> dict[str, np.ndarray]:
             case _:  # in another order of memory, or all the same
                 run[name] = np.asfortranarray(array) if rng.random() < 0.5 else np.zeros_like(array)
     return run
+
+
+def _fitting(rng: random.Random, dtype: np.dtype) -> Any:
+    """One of the numbers, as near as the type comes to it."""
+    value = rng.choice([n for n in NUMBERS if isinstance(n, (int, float)) and abs(n) != 10**400])
+    with np.errstate(all="ignore"):
+        if dtype.kind == "f":
+            return np.array(float(value)).astype(dtype)
+        limits = np.iinfo(dtype)
+        return max(min(int(value), limits.max), limits.min) if math.isfinite(value) else 0
 
 
 def _npz(rng: random.Random) -> bytes:
@@ -413,11 +414,9 @@ def _in_memory(folder: Path, header: TraceHeader, frames: dict[str, pl.DataFrame
     tables: dict[str, pl.LazyFrame] = {}
     for table in ("routing", "reads", "tokens"):
         schema = table_schema(table, header.n_expert, width)
-        if table not in frames:
-            tables[table] = pl.LazyFrame(schema=schema)
-            continue
-        missing = [pl.lit(None, dtype=t).alias(n) for n, t in schema.items() if n not in frames[table]]
-        tables[table] = frames[table].lazy().with_columns(missing).select(list(schema))
+        frame = frames.get(table, pl.DataFrame(schema=schema))
+        missing = [pl.lit(None, dtype=t).alias(n) for n, t in schema.items() if n not in frame.columns]
+        tables[table] = frame.with_columns(missing).select(list(schema)).lazy()
     _check_routing(folder, again, tables["routing"])
     return Trace(folder, again, width, frames["routing"].height, **tables)
 
@@ -492,16 +491,18 @@ def search(seed: int, first: int, examples: int, batch: int) -> int:
             count = min(batch, end - index)
             words = [sys.executable, __file__, "--worker", str(journal), "--seed", str(seed)]
             words += ["--first", str(index), "--examples", str(count)]
-            with (Path(name) / "out").open("w+") as out:
-                child = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT)
+            with (Path(name) / "out").open("w+") as out, (Path(name) / "err").open("w+") as err:
+                child = subprocess.Popen(words, stdout=out, stderr=err)
                 stuck = _wait(child, journal)
                 out.seek(0)
                 lines = out.read().splitlines()
-            tail = lines[-1] if lines else ""
-            shown = [line for line in lines if not line.startswith("COUNTS ")]
-            failures += sum(line.startswith("FAILED ") for line in shown)
-            if shown and (failures or stuck or not tail.startswith("COUNTS ")):
-                print("\n".join(shown[-200:]), flush=True)
+                err.seek(0)
+                noise = err.read().splitlines()
+            tail = lines.pop() if lines and lines[-1].startswith("COUNTS ") else ""
+            failures += sum(line.startswith("FAILED ") for line in lines)
+            # Polars tells of every panic it survives; of interest is only what a process ended with.
+            for line in lines if tail else [*lines, *noise[-60:]]:
+                print(line, flush=True)
             if tail.startswith("COUNTS "):
                 counts.update(json.loads(tail.removeprefix("COUNTS ")))
                 index += count

@@ -130,33 +130,41 @@ class CsvText:
 
     def integers(self, column: str, low: int, high: int) -> NDArray[np.int64]:
         """A column as int64, every value between `low` and `high`."""
-        text = self.frame[column].str.strip_chars()
-        values = text.cast(pl.Int64, strict=False)
-        # What int64 cannot hold is a whole number all the same: it is refused for its size.
-        huge = values.is_null() & text.str.contains(f"^(?:{_WHOLE.pattern})$")
-        self._refuse_null(column, values.is_null() & ~huge.fill_null(False), "a whole number")
-        self._refuse_outside(column, ~values.is_between(low, high).fill_null(False), low, high)
-        return values.to_numpy()
+        stripped = pl.col(column).str.strip_chars()
+        values = self.frame.select(stripped.cast(pl.Int64, strict=False)).to_series()
+        if values.null_count():
+            # What int64 cannot hold is a whole number all the same: it is refused for its size.
+            whole = stripped.str.contains(f"^(?:{_WHOLE.pattern})$").fill_null(False)
+            huge = self.frame.select(whole).to_series()
+            self._refuse_wrong(column, (values.is_null() & ~huge).to_numpy(), "a whole number")
+            self._refuse_outside(column, values.is_null().to_numpy(), low, high)
+        numbers = values.to_numpy()
+        self._refuse_outside(column, (numbers < low) | (numbers > high), low, high)
+        return numbers
 
     def floats(
         self, column: str, low: float, high: float, dtype: type[pl.DataType] = pl.Float64, nan: bool = True
     ) -> NDArray:
         """A column as floats, every value between `low` and `high`; `nan` is a value unless told otherwise."""
-        values = self.frame[column].str.strip_chars().cast(dtype, strict=False)
-        is_nan = values.is_nan().fill_null(False)
-        self._refuse_null(column, values.is_null() | (is_nan & (not nan)), "a number")
-        self._refuse_outside(column, ~(values.is_between(low, high) | is_nan), low, high)
-        return values.to_numpy()
+        values = self.frame.select(pl.col(column).str.strip_chars().cast(dtype, strict=False)).to_series()
+        if values.null_count():
+            self._refuse_wrong(column, values.is_null().to_numpy(), "a number")
+        numbers = values.to_numpy()
+        is_nan = np.isnan(numbers)
+        if not nan:
+            self._refuse_wrong(column, is_nan, "a number")
+        self._refuse_outside(column, ~((numbers >= low) & (numbers <= high) | is_nan), low, high)
+        return numbers
 
-    def _refuse_null(self, column: str, wrong: pl.Series, wanted: str) -> None:
+    def _refuse_wrong(self, column: str, wrong: NDArray[np.bool_], wanted: str) -> None:
         if wrong.any():
-            index = int(wrong.arg_max() or 0)
+            index = int(np.argmax(wrong))
             found = self.frame[column][index]
             raise self.refuse(index, column, "is missing" if found is None else f"'{found}' is not {wanted}")
 
-    def _refuse_outside(self, column: str, wrong: pl.Series, low: float, high: float) -> None:
+    def _refuse_outside(self, column: str, wrong: NDArray[np.bool_], low: float, high: float) -> None:
         if wrong.any():
-            index = int(wrong.arg_max() or 0)
+            index = int(np.argmax(wrong))
             raise self.refuse(index, column, _out_of_range(self.frame[column][index].strip(), low, high))
 
 
