@@ -8,12 +8,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import random
 import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
+from fuzz_readers import check as check_files
+from fuzz_readers import damaged as damaged_files
+from fuzz_readers import kinds, originals
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from route_files import HEADING, io_lines, metrics_lines, route_lines
@@ -128,6 +132,21 @@ def test_a_damaged_header_is_read_or_refused(tmp_path: Path, damage: Damage) -> 
     (folder / "header.json").write_bytes(damaged(original_header(), damage))
     refusal = read_or_refused(lambda: list(info_lines(trace_info(folder))))
     assert refusal is None or (str(folder) in refusal and "\n" not in refusal)
+
+
+@pytest.mark.parametrize("kind", kinds())
+@given(seed=st.integers(0, 2**32))
+@settings(FUZZ, max_examples=max(EXAMPLES // 6, 1))
+def test_every_format_damaged_in_structure_is_read_or_refused(kind: str, tmp_path: Path, seed: int) -> None:
+    """The damage of `fuzz_readers.py`; `python tests/fuzz_readers.py` searches a million times longer."""
+    files, facts = damaged_files(kind, random.Random(seed))
+    assert check_files(tmp_path, files, facts, 0 if seed % 5 == 0 else 4) in ("read", "refused")
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_every_format_undamaged_is_read(kind: str, tmp_path: Path) -> None:
+    files, facts = originals()[kind]
+    assert check_files(tmp_path, files, facts, 0) == "read"
 
 
 def test_the_undamaged_files_are_read(tmp_path: Path) -> None:

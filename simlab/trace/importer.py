@@ -17,7 +17,6 @@ import polars as pl
 
 from simlab.errors import InputError
 from simlab.trace import arrays, bmoe_metrics, io_csv, route_csv
-from simlab.trace.csv_text import read_csv_text
 from simlab.trace.facts import Facts, read_facts
 from simlab.trace.fingerprint import is_fingerprint, read_fingerprint
 from simlab.trace.json_text import parse_json, read_bytes, refuse_no_data
@@ -140,16 +139,16 @@ def _kind(path: Path, with_columns: bool) -> str:
         )
     # Everything else goes to the route reader, whose refusals say what is wrong with it.
     is_table = (
-        not comment.startswith("route_trace") and first and (with_columns or looks_like_table(_heading(path)))
+        not comment.startswith("route_trace") and first and (with_columns or looks_like_table(_heading(head)))
     )
     return "CSV table" if is_table else "route trace"
 
 
-def _heading(path: Path) -> list[str]:
-    try:
-        return list(read_csv_text(path).columns)
-    except InputError:
-        return []
+def _heading(head: bytes) -> list[str]:
+    """Column names of what may be a CSV, from its beginning."""
+    lines = (line.strip() for line in head.removeprefix(b"\xef\xbb\xbf").splitlines())
+    first = next((line for line in lines if line and not line.startswith(b"#")), b"")
+    return [name.strip().strip('"').strip() for name in first.decode(errors="replace").split(",")]
 
 
 def _json_kind(path: Path) -> str:

@@ -34,7 +34,7 @@ def check_scores(found: Routings, facts: Facts) -> None:
             any router.
     """
     assert found.scores is not None
-    routed = (found.experts >= 0).any(axis=1)
+    routed = np.any(found.experts >= 0, axis=1, keepdims=True)[:, 0]
     alike = n_seen = n_odd = 0
     first_odd = 0
     for start, stop in _stretches(len(found.token)):
@@ -47,8 +47,8 @@ def check_scores(found: Routings, facts: Facts) -> None:
             like = ((held >= 0) & (held <= 1)).all(axis=1) & (np.abs(held.sum(axis=1) - 1) <= _ROUNDING)
             alike += int((like & rows).sum())
             n_seen += int(rows.sum())
-            if facts.gating == "softmax" and (scores == np.inf).any():
-                raise InputError(f"{_at(found, scores == np.inf, start)}: inf among logits of a softmax")
+            if facts.gating == "softmax" and np.isposinf(scores).any():
+                raise InputError(f"{_at(found, np.isposinf(scores), start)}: inf among logits of a softmax")
         odd = _is_not_the_best(found, facts, start, stop)
         if odd.any() and not n_odd:
             first_odd = start + int(np.argmax(odd))

@@ -124,7 +124,6 @@ def routings_of_table(table: Table, facts: Facts) -> Routings:
     experts = _matrix(table, "ids", routing, slot, n, -1).astype(np.int64)
     k = experts.shape[1]
     weights = _weights(table, routing, slot, n, k, slotted)
-    scores = {name: _scores(table, name, routing, row_of) for name in ("scores", "gate_probs")}
     layers = _layers(table, facts)
     number_of_row = {} if slotted else None
 
@@ -149,7 +148,8 @@ def routings_of_table(table: Table, facts: Facts) -> Routings:
         where=where,
         weights=weights,
         tokens=per_token,
-        **scores,
+        scores=_scores(table, "scores", routing, row_of),
+        gate_probs=_scores(table, "gate_probs", routing, row_of),
     )
     return _without_cut_token(found, int(token[-1]), table.cut)
 
