@@ -203,7 +203,8 @@ def _arrays(rng: random.Random) -> dict[str, np.ndarray]:
                     array.flat[rng.randrange(array.size)] = _fitting(rng, array.dtype)
             case 2:  # another type
                 # Not every type can be made of every other.
-                with contextlib.suppress(Exception), np.errstate(all="ignore"):
+                with contextlib.suppress(Exception), np.errstate(all="ignore"), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
                     run[name] = array.astype(rng.choice(DTYPES))
             case 3:  # another shape
                 run[name] = rng.choice(

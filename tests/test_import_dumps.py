@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +33,22 @@ from route_files import shared
 
 from simlab.cells import build_cells
 from simlab.cli.main import main
-from simlab.errors import InputError, SimlabWarning
+from simlab.errors import InputError, RunError, SimlabWarning
+from simlab.trace import parquet_probe
 from simlab.trace.importer import import_files
 from simlab.trace.store import Trace, open_trace
 from simlab.types import WeightRule
 
 RUN = dump()
+ENDS_THE_READER = zlib.decompress(base64.b85decode(
+    b"c-oDVy-wpm5XaY>T$F+$1-ptR7jCdXAkNt%N{nch5W<D8Bu#P=jdQk1bh#MWfxt^pQBv^?6o?0)yhljEQ&2KvTRz=M7j9+E%+AdJ"
+    b"w>y^IlARLEvH~j{G0MpA#Rw)hSQlK5<p`mWqzcKftXd|yf?E7E^?$e%MmXhX{LBzWo-8EMf0M@cjT@w-7sa?&{$wft&C0pg7j7_3"
+    b"VRLFcQle^HFu|c2q8B9%=QIu(RgVs`f$vWN%CajonJ$T=`^9m>2fV7OJI1Y|EqWpRSB5PU<AG|6hvlys#)<Kq(LNZ2zhNW4qnsLf"
+    b"aLYJGaY=SMr`_%F`_TPq7oX^7T<c#YtU8+N73{Cu$v#RQN*T&p<lAz+1@+ks^B_7;`i{ZvhPXLJBT-*FMs!5pl}SIAVh8m))}xc+"
+    b"a~f#+z2U6iYno86exNu1((j`gH1^B=9`@{oSdZ>gi<-Wrdf?U1L4>{?bN3Reh4Yy*Jr$%)oTrxXorV?kyIYbJPg?%i4nlqP;$}MZ"
+    b"Cu{nZ8-yc&qKnParm3$EE=OZWuXvUz2F@4Hb411Ss=_I4iAvQrEn8S+&l6t7b{$KssXH1W@k1Q=R$K79y#shxuYL"
+))  # fmt: skip
+"""A parquet file of one row and one damaged byte: polars asks for exabytes, which ends the process."""
 FORMATS, SCORELESS = sorted(files_of(RUN)), sorted(files_without_scores(RUN))
 
 
@@ -370,3 +382,42 @@ def test_a_parquet_null_is_refused(tmp_path: Path) -> None:
     frame.write_parquet(tmp_path / "run.parquet")
     with pytest.raises(InputError, match="row 18, column 'expert': is null"):
         import_files([str(tmp_path / "run.parquet")], str(tmp_path / "t.trace"), False, FACTS)
+
+
+def test_a_damaged_parquet_writes_nothing_but_its_refusal(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Polars tells of a panic on file descriptor 2, in many lines."""
+    data = files_without_scores(RUN)["parquet slots"][1]
+    path = tmp_path / "run.parquet"
+    refused = 0
+    for at in range(4, len(data), 41):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 0x55]) + data[at + 1 :])
+        words = ["--n-expert", "8", "--expert-bytes", "9", "--prefill", "3", "--force"]
+        status = main(["import", str(path), "--out", str(tmp_path / "t.trace"), *words])
+        lines = [line for line in capfd.readouterr().err.splitlines() if "warning" not in line]
+        assert len(lines) == (status == 2), lines
+        refused += status == 2
+    assert refused > 10
+
+
+def test_a_parquet_that_ends_its_reader_is_refused(tmp_path: Path) -> None:
+    """Found by the search."""
+    for _ in range(2):
+        with pytest.raises(
+            InputError, match=r"run\.parquet: not a readable parquet file: its pages are damaged"
+        ):
+            load(tmp_path, ("run.parquet", ENDS_THE_READER), **FACTS)
+    # And the next file is read.
+    assert load(tmp_path, files_without_scores(RUN)["parquet slots"], **FACTS).n_rows == 21
+
+
+def test_a_reader_that_does_not_start_is_no_fault_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parquet_probe, "_child", None)
+    monkeypatch.setattr(sys, "executable", "/bin/true")
+    with pytest.raises(
+        RunError, match="the process that reads parquet files first ended at once; is /bin/true"
+    ):
+        load(tmp_path, files_without_scores(RUN)["parquet slots"], **FACTS)

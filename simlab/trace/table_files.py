@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from simlab.errors import InputError
 from simlab.trace.csv_text import read_csv_text
 from simlab.trace.facts import Facts
-from simlab.trace.json_text import one_line, parse_json, read_bytes, shown
+from simlab.trace.json_text import parse_json, read_bytes, shown
+from simlab.trace.parquet_probe import probe_parquet
 from simlab.trace.tables import WHOLE, Column, Table, pick_columns
 
 _FLOAT32 = float(np.finfo(np.float32).max)
@@ -87,14 +88,15 @@ def read_parquet_table(path: Path, facts: Facts) -> Table:
     def place(row: int, field: str) -> str:
         return f"{path}, row {row}, column '{field}'"
 
-    try:
-        schema = pl.read_parquet_schema(io.BytesIO(data))
-        names = pick_columns(path, list(schema), facts)
-        frame = pl.read_parquet(io.BytesIO(data), columns=list(names.values()))
-    except InputError:
-        raise
-    except (Exception, pl.exceptions.PanicException) as error:  # a panic of the reader is no Exception
-        raise InputError(f"{path}: not a readable parquet file: {one_line(error)}") from error
+    def refuse_unreadable(columns: list[str] | None) -> None:
+        problem = probe_parquet(path, columns)
+        if problem is not None:
+            raise InputError(f"{path}: not a readable parquet file: {problem}")
+
+    refuse_unreadable(None)
+    names = pick_columns(path, list(pl.read_parquet_schema(io.BytesIO(data))), facts)
+    refuse_unreadable(list(names.values()))
+    frame = pl.read_parquet(io.BytesIO(data), columns=list(names.values()))
     columns = {ours: _from_series(frame[theirs], ours, theirs, place) for ours, theirs in names.items()}
     return Table(path, names, columns, frame.height, place)
 

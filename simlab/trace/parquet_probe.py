@@ -1,0 +1,106 @@
+"""Whether polars can read a parquet file, found out in another process.
+
+Damaged pages make polars' reader ask for exabytes, which ends the process on the spot, or panic over many lines of
+stderr. So a file of unknown origin is read once in a child, whose end is only its own, and then again here. The child
+starts with the first file and serves those after it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from simlab.errors import RunError
+
+_START = "from simlab.trace.parquet_probe import serve; serve()"
+_child: subprocess.Popen[bytes] | None = None
+
+
+def probe_parquet(path: Path, columns: Sequence[str] | None) -> str | None:
+    """Why polars cannot read these columns of a file (None: its schema); None if it can.
+
+    Raises:
+        RunError: the child did not start.
+    """
+    global _child
+    if _child is None or _child.poll() is not None:
+        words = [sys.executable, "-c", _START]
+        paths = os.pathsep.join([p or os.getcwd() for p in sys.path])
+        _child = subprocess.Popen(
+            words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": paths},
+            start_new_session=True,  # Ctrl-C is for the parent, which ends the child
+        )
+        atexit.register(_stop, _child)
+        assert _child.stdout is not None
+        if not _child.stdout.readline():
+            raise RunError(
+                f"{path}: the process that reads parquet files first ended at once; is {words[0]} whole?"
+            )
+    assert _child.stdin is not None
+    assert _child.stdout is not None
+    request = {"path": str(path.absolute()), "columns": None if columns is None else list(columns)}
+    try:
+        _child.stdin.write(json.dumps(request).encode() + b"\n")
+        _child.stdin.flush()
+        answer = _child.stdout.readline()
+    except BrokenPipeError:
+        answer = b""
+    except BaseException:
+        # Interrupted in the middle: its answer would be taken for that of the next file.
+        _stop(_child)
+        _child = None
+        raise
+    if answer:
+        return json.loads(answer)
+    _stop(_child)
+    _child = None
+    return "its pages are damaged, and reading them ends the reader"
+
+
+def _stop(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    child.wait()
+    for pipe in (child.stdin, child.stdout):
+        if pipe is not None:
+            try:
+                pipe.close()
+            except BrokenPipeError:
+                continue
+    atexit.unregister(_stop)
+
+
+def serve() -> None:
+    """Answer the requests of a parent, one a line, until it closes the pipe."""
+    import polars as pl
+
+    from simlab.trace.json_text import one_line
+
+    with contextlib.suppress(OSError, ValueError):  # without /proc, or where limits are not ours to set
+        # More than the machine has is never needed, and would be handed out on credit.
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + memory, used + memory))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        answer: str | None = None
+        try:
+            if request["columns"] is None:
+                pl.read_parquet_schema(request["path"])
+            else:
+                pl.read_parquet(request["path"], columns=request["columns"])
+        except (Exception, pl.exceptions.PanicException) as error:  # a panic is no Exception
+            answer = one_line(error)
+        print(json.dumps(answer), flush=True)
