@@ -29,55 +29,61 @@ def probe_parquet(path: Path, columns: Sequence[str] | None) -> str | None:
     Raises:
         RunError: the child did not start.
     """
-    global _child
-    if _child is None or _child.poll() is not None:
-        words = [sys.executable, "-c", _START]
-        paths = os.pathsep.join([p or os.getcwd() for p in sys.path])
-        _child = subprocess.Popen(
-            words,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": paths},
-            start_new_session=True,  # Ctrl-C is for the parent, which ends the child
-        )
-        atexit.register(_stop, _child)
-        assert _child.stdout is not None
-        if not _child.stdout.readline():
-            raise RunError(
-                f"{path}: the process that reads parquet files first ended at once; is {words[0]} whole?"
-            )
-    assert _child.stdin is not None
-    assert _child.stdout is not None
     request = {"path": str(path.absolute()), "columns": None if columns is None else list(columns)}
     try:
-        _child.stdin.write(json.dumps(request).encode() + b"\n")
-        _child.stdin.flush()
-        answer = _child.stdout.readline()
+        child = _running_child(path)
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdin.write(json.dumps(request).encode() + b"\n")
+        child.stdin.flush()
+        answer = child.stdout.readline()
     except BrokenPipeError:
         answer = b""
     except BaseException:
         # Interrupted in the middle: its answer would be taken for that of the next file.
-        _stop(_child)
-        _child = None
+        _stop_child()
         raise
     if answer:
         return json.loads(answer)
-    _stop(_child)
-    _child = None
+    _stop_child()
     return "its pages are damaged, and reading them ends the reader"
 
 
-def _stop(child: subprocess.Popen[bytes]) -> None:
+def _running_child(path: Path) -> subprocess.Popen[bytes]:
+    global _child
+    if _child is not None and _child.poll() is None:
+        return _child
+    _stop_child()
+    words = [sys.executable, "-c", _START]
+    paths = os.pathsep.join([p or os.getcwd() for p in sys.path])
+    _child = subprocess.Popen(
+        words,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": paths},
+        start_new_session=True,  # Ctrl-C is for the parent, which ends the child
+    )
+    assert _child.stdout is not None
+    if not _child.stdout.readline():
+        raise RunError(
+            f"{path}: the process that reads parquet files first ended at once; is {words[0]} whole?"
+        )
+    return _child
+
+
+@atexit.register
+def _stop_child() -> None:
+    global _child
+    child, _child = _child, None
+    if child is None:
+        return
     child.kill()
     child.wait()
     for pipe in (child.stdin, child.stdout):
         if pipe is not None:
-            try:
+            with contextlib.suppress(BrokenPipeError):
                 pipe.close()
-            except BrokenPipeError:
-                continue
-    atexit.unregister(_stop)
 
 
 def serve() -> None:
