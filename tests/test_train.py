@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,9 @@ from simlab.train.export import export
 from simlab.train.fit import CHECKPOINT, Phase, Plan, as_ids, held_out_nll, train
 from simlab.train.network import Experts, Network, Shape, _Experts, _lay_out
 
+# The compiler of torch looks at every tensor's gradient.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+
 SMALL = Shape(width=32, layers=2, heads=2, kv_heads=1, head_width=16, experts=8, used=2, expert_width=32)
 PLAN = Plan(shape=SMALL, phases=(Phase(16, 4, 4), Phase(32, 2, 2)), warmup_steps=2)
 TEXT = b"def f(x):\n    return x + 1\n\n" * 40
@@ -27,7 +31,7 @@ TEXT = b"def f(x):\n    return x + 1\n\n" * 40
 CLOSE = 2e-2
 
 
-def plain(x, weights, chosen, gate, up, down):
+def plain(x, weights, chosen, gate, up, down) -> Any:
     """The expert layer as its formula, entry by entry."""
     return sum(
         weights[:, k : k + 1]
@@ -60,7 +64,8 @@ def test_the_expert_layer_and_its_gradients_are_those_of_the_formula(cap_ratio):
         layer.down.detach(),
     ]
     x, weights, gate, up, down = (leaf.clone().requires_grad_() for leaf in leaves)
-    found, gradient = _Experts.apply(x, weights, gate, up, down, layout), torch.randn(40, 32)
+    found = _Experts.apply(x, weights, gate, up, down, layout)
+    gradient = torch.randn(40, 32)
     found.backward(gradient)
     own = [leaf.grad for leaf in (x, weights, gate, up, down)]
     x, weights, gate, up, down = (leaf.clone().requires_grad_() for leaf in leaves)
@@ -77,7 +82,8 @@ def test_the_expert_layer_and_its_gradients_are_those_of_the_formula(cap_ratio):
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(tmp_path, monkeypatch):
     monkeypatch.setattr(fit, "_SAVE_EVERY_STEPS", 3)
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    whole.mkdir(), stopped.mkdir()
+    whole.mkdir()
+    stopped.mkdir()
     train(TEXT, TEXT, whole, PLAN)
     at_step, real = [], fit._train_step
 
@@ -111,13 +117,15 @@ def test_the_exported_file_gives_the_networks_loss(tmp_path):
     assert llama.n_ctx_train == PLAN.context
     logits = llama.decode(tokens, 0, output_all=True)
     llama.close()
+    assert logits is not None
     own = [-log_probability(row, token) for row, token in zip(logits, tokens[1:], strict=False)]
     assert np.mean(own) == pytest.approx(held_out_nll(network, as_ids(text), PLAN.context).mean(), abs=0.02)
 
 
 def test_the_corpus_holds_out_whole_documents(tmp_path, monkeypatch):
     sources, library = tmp_path / "_sources", tmp_path / "lib"
-    sources.mkdir(), (library / "test").mkdir(parents=True)
+    sources.mkdir()
+    (library / "test").mkdir(parents=True)
     for i in range(100):
         (sources / f"{i}.rst.txt").write_text(f"document {i:04}\n" * 300)
     (library / "module.py").write_text("kept = 1\n")

@@ -190,8 +190,8 @@ def _step(shape: ProgramShape, lanes: Tree, carry: Tree, row: Tree) -> tuple[Tre
 def _read_ahead(lanes: Tree, cache: Tree, row: Tree) -> Tree:
     """The cache after what look-ahead brought in before a batch."""
     layer = row["layer"]
-    of_layer = [at_layer(cache[name], layer) for name in ("stamp", "resident", "marks")]
-    found = insert(row["speculative"], *of_layer, cache["coldest"], lanes["off"])
+    stamp, resident, marks = (at_layer(cache[name], layer) for name in ("stamp", "resident", "marks"))
+    found = insert(row["speculative"], stamp, resident, marks, cache["coldest"], lanes["off"])
     entry_bytes = lanes["entry_bytes"][layer]
     used = at_layer(cache["used"], layer) + (cache["coldest"] - found.coldest) * entry_bytes
     return cache | {
