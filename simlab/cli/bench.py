@@ -1,8 +1,9 @@
-"""`bench engine`: what the engine costs per routing event, and what reading ahead gains."""
+"""`bench`: what the engine costs per routing event, and how fast the replayer is beside loops written by hand."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from simlab.errors import InputError
 
 def add_commands(commands: Any) -> None:
     """Add the command and its one subject to the subparsers."""
-    parser = commands.add_parser("bench", help="measure the engine on this machine")
+    parser = commands.add_parser("bench", help="measure the engine or the replayer on this machine")
     subjects = parser.add_subparsers(title="what", metavar="WHAT", dest="what", required=True)
     engine = subjects.add_parser(
         "engine",
@@ -31,11 +32,71 @@ def add_commands(commands: Any) -> None:
     )
     engine.add_argument("--lanes", type=whole_number(1, 8), default=4, metavar="N", help="reader lanes")
     engine.add_argument("--threads", type=whole_number(1), metavar="N", help="compute threads of the engine")
-    add_json(engine)
-    engine.add_argument(
-        "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of a failure"
-    )
     engine.set_defaults(run=_engine)
+    replay = subjects.add_parser(
+        "replay",
+        help="the replayer beside loops written by hand, on identical work",
+        description="Replay margins x budgets over a generated trace with this replayer, a loop compiled by numba and "
+        "a plain dict; hold their results to each other; then time them in turns.",
+        allow_abbrev=False,
+    )
+    _add_replay_options(replay)
+    replay.set_defaults(run=_replay)
+    for subject in (engine, replay):
+        add_json(subject)
+        subject.add_argument(
+            "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of a failure"
+        )
+
+
+def _add_replay_options(parser: argparse.ArgumentParser) -> None:
+    def number(name: str, low: int, high: int, default: int, text: str) -> None:
+        parser.add_argument(
+            f"--{name}",
+            type=whole_number(low, high),
+            default=default,
+            metavar="N",
+            help=f"{text} (default {default})",
+        )
+
+    number("cells", 1, 65536, 64, "cells, about as many margins as budgets")
+    number("tokens", 9, 1_000_000, 300, "tokens of the generated trace")
+    number("layers", 1, 1000, 40, "its MoE layers")
+    number("experts", 2, 4096, 256, "its experts in each layer")
+    number("repeats", 1, 1000, 5, "timed runs of each contender")
+    parser.add_argument("--trace", metavar="T.trace", help="replay this trace instead of a generated one")
+    parser.add_argument(
+        "--scratch",
+        metavar="DIR",
+        help="folder for generated traces (default: the system's for temporary files)",
+    )
+
+
+def _replay(args: argparse.Namespace) -> None:
+    if importlib.util.find_spec("numba") is None:
+        raise InputError(
+            "bench replay: compares with a loop compiled by numba, which is missing; pip install 'simlab[dev]'"
+        )
+    from simlab.bench.replay import bench_replay
+    from simlab.bench.text import comparison
+    from simlab.bench.workload import Workload
+
+    scratch = Path(args.scratch) if args.scratch else None
+    if scratch is not None and not scratch.is_dir():
+        raise InputError(f"--scratch {scratch}: no such folder")
+    workload = Workload(args.cells, args.tokens, args.layers, args.experts)
+    with Progress("bench replay") as progress:
+        found = bench_replay(
+            workload,
+            trace=Path(args.trace) if args.trace else None,
+            repeats=args.repeats,
+            scratch=scratch,
+            progress=progress,
+        )
+    if args.json:
+        print_json(found)
+    else:
+        print(comparison(found))
 
 
 def _engine(args: argparse.Namespace) -> None:

@@ -1,0 +1,267 @@
+"""The replayer and what it is compared with, each behind one function: from a trace on disk to counts.
+
+Every contender reports two times: `whole`, from the trace's folder to the counts, and `alone`, the part in
+which the cells are replayed, with reading and preparing the rows taken off.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from simlab.bench import loops
+from simlab.cells import MIB, resolve_budget
+from simlab.errors import InputError
+from simlab.replay.columns import TraceColumns
+from simlab.replay.run import Replayer
+from simlab.scores import ranking_values, row_statistics
+from simlab.trace.store import Trace, open_trace
+from simlab.types import Cell, CellNumbers
+
+_ROWS = 4096
+"""Rows read at a time."""
+
+Counts = dict[str, dict[str, float]]
+"""By phase, `decode` and `all`, and name; what all contenders of a cell must agree on."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One run of a contender."""
+
+    counts: list[Counts]
+    """Per cell."""
+    whole_s: float
+    alone_s: float
+    stages: Mapping[str, float]
+    """Seconds of the parts of `whole_s`."""
+    slots: NDArray[np.int32] | None = None
+    """`[cells, rows, k, 2]`: expert and residency of every slot, if asked for."""
+
+
+# -- the replayer --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _TimedTrace(Trace):
+    """A trace that measures how long its tables take to read."""
+
+    spent_s: list[float] = field(default_factory=list)
+    """One item per query."""
+
+    def collect(self, table: str, frame: pl.LazyFrame) -> pl.DataFrame:
+        start = time.perf_counter()
+        found = super().collect(table, frame)
+        self.spent_s.append(time.perf_counter() - start)
+        return found
+
+
+def replayer(trace: Path, cells: Sequence[Cell]) -> Ran:
+    """`simlab.sweep`, taken apart: reading, preparing columns, and the rest, which is the device's run.
+
+    Where the replayer overlaps the three, their seconds add up to more than the whole.
+    """
+    start = time.perf_counter()
+    opened = open_trace(trace)
+    timed = _TimedTrace(**{f.name: getattr(opened, f.name) for f in fields(Trace)})
+    opening_s = time.perf_counter() - start
+    replay = Replayer(timed, cells)
+    chunk = replay.columns.chunk
+    chunks_s, reads_in_chunks_s = [], []
+
+    def timed_chunk(*args: Any, **named: Any) -> Any:
+        before, read_before = time.perf_counter(), sum(timed.spent_s)
+        found = chunk(*args, **named)
+        chunks_s.append(time.perf_counter() - before)
+        reads_in_chunks_s.append(sum(timed.spent_s) - read_before)
+        return found
+
+    replay.columns.chunk = timed_chunk
+    while replay.advance():
+        pass
+    numbers = replay.numbers()
+    whole_s = time.perf_counter() - start
+    load_s = opening_s + sum(timed.spent_s)
+    prepare_s = sum(chunks_s) - sum(reads_in_chunks_s)
+    alone_s = max(whole_s - load_s - prepare_s, 0.0)
+    stages = {"load": load_s, "prepare columns": prepare_s, "device run": alone_s}
+    return Ran([counts_of(n) for n in numbers], whole_s, alone_s, stages)
+
+
+def counts_of(numbers: CellNumbers) -> Counts:
+    """The counts of a cell that every contender keeps."""
+    names = (*(n for n in loops.COUNTS if n != "read_bytes"), "misses", "read_mib")
+    return {p: {n: getattr(getattr(numbers, p), n) for n in names} for p in ("decode", "all")}
+
+
+# -- the loop written by hand --------------------------------------------------------------------------------
+
+
+def hand_written(
+    trace: Path, cells: Sequence[Cell], *, parallel: bool = False, linked: bool = False, slots: bool = False
+) -> Ran:
+    """`loops.one_core` or `loops.parallel` over rows read a stretch at a time.
+
+    Args:
+        linked: find victims by a linked list instead of by going through all stamps.
+        slots: keep every slot; memory grows with rows x cells.
+
+    Raises:
+        InputError: cells or a trace that the loop does not know (see `check_workload`).
+    """
+    start = time.perf_counter()
+    opened = open_trace(trace)
+    header = opened.header
+    check_workload(opened, cells)
+    run = loops.parallel if parallel else loops.one_core
+    margins = np.array([cell.margin or 0 for cell in cells], np.float32)
+    budgets = np.array([resolve_budget(c.budget, c.scope, header, opened.width).total_bytes for c in cells])
+    entry_bytes = np.array([header.entry_bytes[layer] for layer in header.moe_layers], np.int64)
+    state = loops.first_state(len(cells), len(entry_bytes), header.n_expert)
+    kept: list[NDArray[np.int32]] = []
+    alone_s = 0.0
+    for rows in _rows(opened):
+        n_kept = len(rows.layer) if slots else 0
+        told = np.empty((len(cells), n_kept, opened.width, 2), np.int32)
+        before = time.perf_counter()
+        run(rows, entry_bytes, margins, budgets, linked, state, told)
+        alone_s += time.perf_counter() - before
+        kept.append(told)
+    whole_s = time.perf_counter() - start
+    counts = [_loop_counts(of_cell) for of_cell in state.counts]
+    stages = {"load and prepare": whole_s - alone_s, "loop": alone_s}
+    return Ran(counts, whole_s, alone_s, stages, np.concatenate(kept, axis=1) if slots else None)
+
+
+def check_workload(trace: Trace, cells: Sequence[Cell]) -> None:
+    """Refuse what the loops do not know: any policy but `substitute` and `lru` in one global cache.
+
+    Raises:
+        InputError: the first such cell, or what the trace lacks.
+    """
+    if not trace.has_scores or trace.header.score_space is None:
+        raise InputError(f"{trace.path}: bench replay compares margins, which need the router's scores")
+    if trace.width != trace.header.n_expert_used:
+        raise InputError(
+            f"{trace.path}: {trace.width} experts per row, but the model runs {trace.header.n_expert_used}"
+        )
+    for cell in cells:
+        known = cell.route.name in ("substitute", "original") and cell.evict == "lru" and not cell.sequential
+        if not known or cell.scope != "global" or cell.budget.kind == "off":
+            raise InputError(f"bench replay: the loop knows substitute with one global lru, not {cell}")
+
+
+def _rows(trace: Trace) -> Iterator[loops.Rows]:
+    """The rows a stretch at a time."""
+    columns = TraceColumns(trace)
+    if (columns.recorded < 0).any() or columns.speculative.shape[1]:
+        raise InputError(
+            f"{trace.path}: bench replay wants a trace without look-ahead and without empty slots"
+        )
+    space = trace.header.score_space
+    assert space is not None
+    phase = np.where(columns.counted, columns.decode, 2).astype(np.int8)
+    for start in range(0, columns.n_rows, _ROWS):
+        part = slice(start, min(start + _ROWS, columns.n_rows))
+        read = trace.collect("routing", trace.routing.select("scores").slice(start, part.stop - start))
+        values = ranking_values(read.to_series().to_numpy(), space)
+        yield loops.Rows(
+            values=values,
+            range=row_statistics(values).range,
+            router=columns.recorded[part],
+            layer=columns.layer[part],
+            decode=columns.decode[part],
+            phase=phase[part],
+            batch_start=columns.batch_start[part],
+            batch_end=columns.batch_end[part],
+        )
+
+
+def _loop_counts(of_cell: NDArray[np.int64]) -> Counts:
+    """A cell's counts `[3, 7]` under their names."""
+    prefill, decode, _ = (dict(zip(loops.COUNTS, map(int, row), strict=True)) for row in of_cell)
+    both = {name: decode[name] + prefill[name] for name in decode}
+    return {"decode": _told(decode), "all": _told(both)}
+
+
+def _told(counts: dict[str, int]) -> dict[str, float]:
+    return {name: n for name, n in counts.items() if name != "read_bytes"} | {
+        "misses": counts["lookups"] - counts["hits"],
+        "read_mib": counts["read_bytes"] / MIB,
+    }
+
+
+# -- the original routing in plain Python --------------------------------------------------------------------
+
+
+def ordered_dict(trace: Path, cells: Sequence[Cell]) -> Ran:
+    """An `OrderedDict` per cell over the recorded routing; what a script of an afternoon does.
+
+    Raises:
+        InputError: cells with a margin, or a trace that the loops do not know.
+    """
+    start = time.perf_counter()
+    opened = open_trace(trace)
+    if any(cell.margin for cell in cells):
+        raise InputError("bench replay: the plain dict replays the original routing only")
+    columns = TraceColumns(opened)
+    header = opened.header
+    sizes = [header.entry_bytes[layer] for layer in header.moe_layers]
+    phase = np.where(columns.counted, columns.decode, 2).tolist()
+    batches = list(
+        zip(columns.layer.tolist(), phase, columns.recorded.tolist(), columns.batch_end.tolist(), strict=True)
+    )
+    before = time.perf_counter()
+    counts = [
+        _plain(batches, sizes, resolve_budget(c.budget, c.scope, header, opened.width).total_bytes)
+        for c in cells
+    ]
+    end = time.perf_counter()
+    stages = {"load and prepare": before - start, "loop": end - before}
+    return Ran(counts, end - start, end - before, stages)
+
+
+def _plain(rows: Sequence[tuple[int, int, list[int], bool]], sizes: Sequence[int], budget: int) -> Counts:
+    """One cache over rows of (layer, phase, ids, whether the batch ends)."""
+    cache: OrderedDict[tuple[int, int], int] = OrderedDict()
+    seen: set[tuple[int, int]] = set()
+    table = [[0] * len(loops.COUNTS) for _ in loops.PHASES]
+    used = 0
+    batch: set[int] = set()
+    arrived: set[int] = set()
+    for layer, phase, ids, ends in rows:
+        mine = table[phase]
+        for expert in ids:
+            key = layer, expert
+            if expert not in batch:
+                batch.add(expert)
+                mine[loops.LOOKUPS] += 1
+                if key in cache:
+                    mine[loops.HITS] += 1
+                else:
+                    mine[loops.BYTES] += sizes[layer]
+                    if key not in seen:
+                        mine[loops.COLD] += 1
+                        seen.add(key)
+                    arrived.add(expert)
+                    cache[key] = sizes[layer]
+            cache.move_to_end(key)
+        if ends:
+            used += len(arrived) * sizes[layer]
+            while used > budget:
+                oldest = next(iter(cache))
+                if oldest[0] == layer and oldest[1] in batch:
+                    break
+                used -= cache.pop(oldest)
+                mine[loops.EVICTIONS] += 1
+            batch.clear()
+            arrived.clear()
+    return _loop_counts(np.array(table))
