@@ -160,8 +160,8 @@ class CacheState(NamedTuple):
     """One cache at the end of a batch, as a whole-cache eviction policy sees it.
 
     `N` entries come first: every (layer, expert), layer by layer. With scope `per_layer` each layer is a cache
-    of its own; entries of other layers are then neither resident nor touched and what is said of them is
-    ignored.
+    of its own; entries of other layers are then neither resident nor touched, of no bytes, and what is said of
+    them is ignored.
     """
 
     resident: Array
@@ -173,7 +173,7 @@ class CacheState(NamedTuple):
     position: Array
     """int64 `[N, ...]`: place of the entry's last occurrence in the walk, below zero if it has had none."""
     bytes: Array
-    """int64 `[N, ...]`: entry size."""
+    """int64 `[N, ...]`: entry size, 0 for entries of other caches."""
     over: Array
     """int64 `[...]`: bytes held above `capacity`; zero or less: nothing has to leave."""
     capacity: Array

@@ -102,7 +102,7 @@ def _settle(shape: ProgramShape, lanes: Tree, cache: Cache, batch: Batch) -> tup
         touched=flat(is_layer & (cache.stamp >= batch.position) & mine),
         hit=flat(is_layer & batch.hit & mine),
         position=flat(cache.stamp),
-        bytes=flat(sizes),
+        bytes=flat(jnp.where(mine, sizes, 0)),
         over=jnp.where(lanes["off"], 0, used - capacity),
         capacity=capacity,
         batch=batch.number,
