@@ -6,9 +6,11 @@ And the code may be anyone's: policy files, with state of their own.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import re
 import textwrap
+from collections import OrderedDict
 
 import jax
 import numpy as np
@@ -21,6 +23,7 @@ import simlab.replay.run as run
 import simlab.types
 from simlab.cells import build_cells
 from simlab.policy import eviction
+from simlab.replay import kernel
 from simlab.replay.kernel import first_carry, program
 from simlab.replay.run import CHUNK_ROWS, Replayer, sweep
 from simlab.replay.slots import replay_slots
@@ -56,14 +59,15 @@ def test_eight_margins_by_eight_budgets_are_one_program(short, long):
         lambda event, duration_secs, **kwargs: compiled.append(event) if "backend_compile" in event else None
     )
     try:
-        for n_cells, n_total in ((8, 1), (2, 2)):
+        for n_cells, n_total in ((8, 1), (2, 2), (1, 3)):
             cells = _grid(n_cells)
             assert len(cells) == n_cells**2
             for trace in (short, long):
                 replayer = Replayer(trace, cells)
                 assert len(replayer.groups) == 1
                 _finish(replayer)
-                assert program(replayer.groups[0].shape)._cache_size() == n_total
+                group = replayer.groups[0]
+                assert program(group.shape, group.n_lanes)._cache_size() == 1
                 assert len(compiled) == n_total
     finally:
         jax.monitoring.clear_event_listeners()
@@ -74,15 +78,43 @@ def test_python_steps_once_per_chunk_and_group(long, monkeypatch):
     calls = []
     real = run.program
 
-    def counting(shape):
-        calls.append(shape)
-        return real(shape)
+    def counting(*args):
+        calls.append(args)
+        return real(*args)
 
     monkeypatch.setattr(run, "program", counting)
     for n in (2, 8):
         calls.clear()
         _finish(Replayer(long, _grid(n)))
         assert len(calls) == math.ceil(long.n_rows / CHUNK_ROWS) > 2
+
+
+def test_lanes_come_in_few_sizes(short):
+    """Sweeps of like size share a program: 3 margins and 4 are both 4 lanes, 17 cells and 32 both 32."""
+
+    def lanes(n):
+        cells = [build_cells(budgets=["20%"], margins=[f"{(i + 1) / 100}"])[0] for i in range(n)]
+        return Replayer(short, cells).groups[0].n_lanes
+
+    assert [lanes(n) for n in (1, 2, 3, 4, 5, 9, 16, 17, 33)] == [1, 2, 4, 4, 8, 16, 16, 32, 48]
+
+
+def test_few_programs_are_kept(short, monkeypatch):
+    """The memory mappings of compiled code are given back: past 65,530 of them XLA crashes."""
+
+    def mappings():
+        with open("/proc/self/maps") as lines:
+            return sum(1 for _ in lines)
+
+    monkeypatch.setattr(kernel, "_PROGRAMS", OrderedDict())
+    monkeypatch.setattr(kernel, "MOST_PROGRAMS", 1)
+    found = []
+    for n in (1, 2, 3, 5):
+        _finish(Replayer(short, build_cells(budgets=["20%"], margins=[f"{i / 10}" for i in range(n)])))
+        gc.collect()
+        found.append(mappings())
+        assert len(kernel._PROGRAMS) == 1
+    assert found[-1] - found[0] < 100
 
 
 def test_groups_follow_the_policies_code_alone(short):
@@ -99,7 +131,7 @@ def test_nothing_calls_back_into_python(short):
     )
     group = replayer.groups[0]
     rows = replayer.columns.chunk(0, short.n_rows, CHUNK_ROWS, replayer._needs)
-    text = program(group.shape).lower(group.carry, rows, group.lanes).as_text()
+    text = program(group.shape, group.n_lanes).lower(group.carry, rows, group.lanes).as_text()
     assert "stablehlo.while" in text
     assert "callback" not in text
     assert not re.search(r"custom_call @(?!Sharding)\w*(python|py_|xla_ffi)", text)

@@ -12,6 +12,7 @@ Shapes: `B` MoE layers, `E` experts per layer, `K` slots, `W` lanes.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -38,18 +39,25 @@ COUNTERS = (
 SUMS = ("mass_displaced", "score_regret", "agreement")
 NO_ROW = jnp.iinfo(jnp.int64).max
 
-_PROGRAMS: dict[tuple[Any, ...], Any] = {}
+# A program takes some 300 memory mappings of the 65,530 that Linux gives a process; past those XLA crashes.
+MOST_PROGRAMS = 64
+_PROGRAMS: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
 
 
-def program(shape: ProgramShape) -> Any:
-    """The jitted `(carry, rows, lanes) -> (carry, detail)` of a shape; made once per process."""
-    if shape.key not in _PROGRAMS:
+def program(shape: ProgramShape, n_lanes: int) -> Any:
+    """The jitted `(carry, rows, lanes) -> (carry, detail)` of a shape; the `MOST_PROGRAMS` last used are kept."""
+    key = (shape.key, n_lanes)
+    if key not in _PROGRAMS:
 
         def scan(carry: Tree, rows: Tree, lanes: Tree) -> tuple[Tree, Tree]:
             return lax.scan(lambda c, r: _step(shape, lanes, c, r), carry, rows)
 
-        _PROGRAMS[shape.key] = jax.jit(scan)
-    return _PROGRAMS[shape.key]
+        _PROGRAMS[key] = jax.jit(scan)
+        while len(_PROGRAMS) > MOST_PROGRAMS:
+            _, oldest = _PROGRAMS.popitem(last=False)
+            oldest.clear_cache()
+    _PROGRAMS.move_to_end(key)
+    return _PROGRAMS[key]
 
 
 def first_carry(shape: ProgramShape, n_lanes: int) -> Tree:

@@ -40,6 +40,8 @@ from simlab.trace.store import Trace, open_trace
 from simlab.types import Cell, CellNumbers, EvictionPolicy, Knob, PhaseNumbers, Route
 
 CHUNK_ROWS = 512
+_EXACT_LANES = 16
+"""Up to this many, lanes come in powers of two; then in multiples of it."""
 
 TraceLike = Trace | str | os.PathLike[str]
 
@@ -80,6 +82,8 @@ class Group:
     shape: ProgramShape
     indices: list[int]
     """Places of the lanes among all cells."""
+    n_lanes: int
+    """Lanes of the program, those after the cells' repeating the last of them."""
     n_list: int
     """Length of the router's list the program is given."""
     lanes: Tree
@@ -152,7 +156,7 @@ class Replayer:
                 if "pass" in group.shape.eviction.needs:
                     own["pass_start"] = cut({"": self._pass_start}, start, end, CHUNK_ROWS)[""]
                 own |= cut(group.foretold, start, end, CHUNK_ROWS)
-                group.carry, detail = program(group.shape)(group.carry, own, group.lanes)
+                group.carry, detail = program(group.shape, group.n_lanes)(group.carry, own, group.lanes)
                 if detail:
                     group.detail.append({name: np.asarray(x)[: end - start] for name, x in detail.items()})
                 self._check_weights(group)
@@ -254,6 +258,7 @@ class Replayer:
     def _group(self, indices: list[int], detail: bool) -> Group:
         header = self.trace.header
         cells = [self.cells[i] for i in indices]
+        cells += cells[-1:] * (_padded_lanes(len(cells)) - len(cells))
         eviction = find_eviction(cells[0].evict)
         widths = [effective_k(c.route, header) for c in cells]
         for cell, k in zip(cells, widths, strict=True):
@@ -287,6 +292,7 @@ class Replayer:
         return Group(
             shape=shape,
             indices=indices,
+            n_lanes=len(cells),
             n_list=n_list if self.has_scores else min(n_list, self.trace.width),
             lanes=jax.device_put(_lanes(self.trace, cells, widths, eviction) | self._learned(shape)),
             carry=jax.device_put(carry),
@@ -425,6 +431,12 @@ def _lanes(trace: Trace, cells: Sequence[Cell], widths: Sequence[int], eviction:
         "off": np.array([b.off for b in budgets]),
         "entry_bytes": np.array([header.entry_bytes[layer] for layer in header.moe_layers], np.int64),
     }
+
+
+def _padded_lanes(n_cells: int) -> int:
+    """Lanes to compile for: a few sizes, so that sweeps of like size share a compiled program."""
+    power = 1 << (n_cells - 1).bit_length()
+    return power if power <= _EXACT_LANES else -(-n_cells // _EXACT_LANES) * _EXACT_LANES
 
 
 def _knob(knob: Knob, values: Sequence[float]) -> NDArray[Any]:
