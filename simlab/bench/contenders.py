@@ -186,13 +186,12 @@ def _rows(trace: Trace) -> Iterator[loops.Rows]:
 
 
 def _loop_counts(of_cell: NDArray[np.int64]) -> Counts:
-    """A cell's counts `[3, 7]` under their names."""
-    prefill, decode, _ = (dict(zip(loops.COUNTS, map(int, row), strict=True)) for row in of_cell)
-    both = {name: decode[name] + prefill[name] for name in decode}
-    return {"decode": _told(decode), "all": _told(both)}
+    """A cell's counts, `[3, 7]`, under their names."""
+    return {"decode": _told(of_cell[1]), "all": _told(of_cell[0] + of_cell[1])}
 
 
-def _told(counts: dict[str, int]) -> dict[str, float]:
+def _told(row: NDArray[np.int64]) -> dict[str, float]:
+    counts = {str(name): int(n) for name, n in zip(loops.COUNTS, row, strict=True)}
     return {name: n for name, n in counts.items() if name != "read_bytes"} | {
         "misses": counts["lookups"] - counts["hits"],
         "read_mib": counts["read_bytes"] / MIB,

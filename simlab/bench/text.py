@@ -45,3 +45,63 @@ def comparison(found: dict[str, Any]) -> str:
             f"later {_times(found['replayer_s'])} s: {stages}",
         ]
     )
+
+
+def long_trace(found: dict[str, Any]) -> str:
+    """A long trace beside one of 1,000 tokens."""
+    peak, scores = found["peak_rss_bytes"] / 2**20, found["score_bytes"] / 2**20
+    return (
+        f"{found['tokens']} tokens, {found['cells']} cells, {scores:.0f} MiB of scores: {found['seconds']:.1f} s in a "
+        f"process of its own, peak memory {peak:.0f} MiB (after the short ones "
+        f"{found['short_peak_rss_bytes'] / 2**20:.0f} MiB); {1e3 * found['s_per_token']:.3f} ms per token, "
+        f"{found['ratio']:.2f} times the {1e3 * found['short_s_per_token']:.3f} ms of {found['short_tokens']} tokens"
+    )
+
+
+_COLUMNS = {
+    "first_run_s": "first call s",
+    "replayer_whole_ns": "replayer whole ns",
+    "replayer_alone_ns": "alone ns",
+    "numba_1_core_alone_ns": "numba 1 core alone ns",
+    "numba_parallel_alone_ns": "numba parallel alone ns",
+    "runs": "runs",
+}
+
+
+def scaling(found: dict[str, list[dict[str, Any]]]) -> str:
+    """One table per axis; nanoseconds per routing event and cell."""
+    tables = []
+    for axis, points in found.items():
+        lines = [[axis, *_COLUMNS.values(), ""]]
+        for point in points:
+            values = [point.get(name) for name in _COLUMNS]
+            words = ["-" if v is None else f"{v:.2f}" if isinstance(v, float) else str(v) for v in values]
+            lines.append([str(point[axis]), *words, point.get("skipped", "")])
+        tables.append(align(lines))
+    return "\n\n".join(tables)
+
+
+def command_sweep(found: dict[str, Any]) -> str:
+    """The 54 cells on a recorded trace."""
+    lines = [["", "seconds"]]
+    lines += [
+        ["the whole command, no compilation cache", _times(found["command_without_cache_s"])],
+        ["the whole command, compilation cache filled", _times(found["command_with_cache_s"])],
+        ["first call in a process that has JAX loaded", f"{found['first_in_process_s']:.2f}"],
+        ["warm call", _times(found["warm_s"])],
+        *([f"  {name}", _times(s)] for name, s in found["stages_s"].items()),
+    ]
+    head = f"{found['trace']}: {found['cells']} cells, {found['repeats']} repeats; median [least..most]"
+    return head + "\n" + align(lines)
+
+
+def change(past: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """Now beside an earlier run."""
+    lines = [["", "whole then", "now", "now / then", "alone then", "now", "now / then"]]
+    for row in rows:
+        words = []
+        for which in ("whole", "alone"):
+            then, now = row[f"{which}_then_ns"], row[f"{which}_now_ns"]
+            words += [f"{then:.1f}", f"{now:.1f}", f"{now / then:.2f}" if then else "-"]
+        lines.append([row["name"], *words])
+    return f"Against {past['commit']} of {past['date']}, nanoseconds:\n" + align(lines)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
 from simlab.cli.options import add_json, whole_number
 from simlab.cli.output import Progress, align, print_json
 from simlab.errors import InputError
+
+_AXES = ("cells", "experts", "tokens")
 
 
 def add_commands(commands: Any) -> None:
@@ -66,9 +70,36 @@ def _add_replay_options(parser: argparse.ArgumentParser) -> None:
     number("repeats", 1, 1000, 5, "timed runs of each contender")
     parser.add_argument("--trace", metavar="T.trace", help="replay this trace instead of a generated one")
     parser.add_argument(
+        "--workload",
+        choices=("margins", "qwen"),
+        default="margins",
+        help="margins: margins x budgets (default); qwen: nine budgets x six evictions on --trace, as a command, "
+        "cold and warm",
+    )
+    parser.add_argument(
+        "--scaling",
+        nargs="?",
+        const=",".join(_AXES),
+        metavar="AXIS,..",
+        help=f"tables over {', '.join(_AXES)} (left out, all three) instead",
+    )
+    parser.add_argument(
+        "--point-seconds",
+        type=whole_number(1),
+        default=120,
+        metavar="S",
+        help="longest that a point of --scaling may take (default 120)",
+    )
+    parser.add_argument(
         "--scratch",
         metavar="DIR",
         help="folder for generated traces (default: the system's for temporary files)",
+    )
+    parser.add_argument("--history", metavar="F.jsonl", help="add this run to a history of runs")
+    parser.add_argument(
+        "--against",
+        metavar="F.jsonl",
+        help="say what changed since the last run of this machine in a history",
     )
 
 
@@ -77,26 +108,86 @@ def _replay(args: argparse.Namespace) -> None:
         raise InputError(
             "bench replay: compares with a loop compiled by numba, which is missing; pip install 'simlab[dev]'"
         )
-    from simlab.bench.replay import bench_replay
-    from simlab.bench.text import comparison
-    from simlab.bench.workload import Workload
-
     scratch = Path(args.scratch) if args.scratch else None
     if scratch is not None and not scratch.is_dir():
         raise InputError(f"--scratch {scratch}: no such folder")
+    compares = args.scaling is None and args.workload == "margins"
+    for name in ("history", "against"):
+        if getattr(args, name) and not compares:
+            raise InputError(f"--{name}: holds comparisons; leave out --scaling and --workload qwen")
+    found, text = (_compare if compares else _scaling if args.scaling else _qwen)(args, scratch)
+    if args.json:
+        print_json(found)
+    else:
+        print(text)
+
+
+def _compare(args: argparse.Namespace, scratch: Path | None) -> tuple[dict[str, Any], str]:
+    from simlab.bench import history, text
+    from simlab.bench.long import SHORT_TOKENS, long_trace
+    from simlab.bench.replay import bench_replay
+    from simlab.bench.workload import Workload
+
     workload = Workload(args.cells, args.tokens, args.layers, args.experts)
+    trace = Path(args.trace) if args.trace else None
+    is_long = trace is None and args.tokens > SHORT_TOKENS
     with Progress("bench replay") as progress:
         found = bench_replay(
-            workload,
-            trace=Path(args.trace) if args.trace else None,
+            # The loops keep up with a long trace no better than with its first tokens.
+            dataclasses.replace(workload, tokens=SHORT_TOKENS) if is_long else workload,
+            trace=trace,
             repeats=args.repeats,
             scratch=scratch,
             progress=progress,
         )
-    if args.json:
-        print_json(found)
-    else:
-        print(comparison(found))
+    told = [text.comparison(found)]
+    if is_long:
+        with Progress("bench replay: long trace") as progress:
+            found["long"] = long_trace(workload, scratch=scratch, progress=progress)
+        told.append(text.long_trace(found["long"]))
+    now = history.entry(found)
+    if args.against:
+        past = history.last_of(Path(args.against), now)
+        found["against"] = None
+        if past is None:
+            told.append(f"{args.against}: holds no run of this machine and workload")
+        else:
+            changes = history.change(past, now)
+            found["against"] = {"date": past["date"], "commit": past["commit"], "changes": changes}
+            told.append(text.change(past, changes))
+    if args.history:
+        history.append(Path(args.history), now)
+    return found, "\n\n".join(told)
+
+
+def _scaling(args: argparse.Namespace, scratch: Path | None) -> tuple[dict[str, Any], str]:
+    from simlab.bench import text
+    from simlab.bench.scaling import scaling
+    from simlab.bench.workload import Workload
+
+    axes = [word.strip() for word in args.scaling.split(",")]
+    if not set(axes) <= set(_AXES):
+        raise InputError(f"--scaling {args.scaling}: there are {', '.join(_AXES)}")
+    found = scaling(
+        Workload(args.cells, args.tokens, args.layers, args.experts),
+        axes,
+        repeats=args.repeats,
+        point_s=args.point_seconds,
+        scratch=scratch,
+        say=lambda line: print(f"simlab: bench replay: {line}", file=sys.stderr, flush=True),
+    )
+    return {"scaling": found}, text.scaling(found)
+
+
+def _qwen(args: argparse.Namespace, _scratch: Path | None) -> tuple[dict[str, Any], str]:
+    from simlab.bench import text
+    from simlab.bench.command import command_sweep
+
+    if not args.trace:
+        raise InputError("--workload qwen: needs --trace, a decode recorded or imported")
+    with Progress("bench replay: sweep of 54 cells") as progress:
+        found = command_sweep(Path(args.trace), repeats=args.repeats, progress=progress)
+    return found, text.command_sweep(found)
 
 
 def _engine(args: argparse.Namespace) -> None:
