@@ -191,7 +191,7 @@ def _loop_counts(of_cell: NDArray[np.int64]) -> Counts:
 
 
 def _told(row: NDArray[np.int64]) -> dict[str, float]:
-    counts = {str(name): int(n) for name, n in zip(loops.COUNTS, row, strict=True)}
+    counts: dict[str, float] = {name: int(n) for name, n in zip(loops.COUNTS, row, strict=True)}
     return {name: n for name, n in counts.items() if name != "read_bytes"} | {
         "misses": counts["lookups"] - counts["hits"],
         "read_mib": counts["read_bytes"] / MIB,

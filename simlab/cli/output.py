@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from simlab.errors import RunError
-from simlab.types import CellNumbers, PhaseNumbers
+from simlab.types import Cell, CellNumbers, PhaseNumbers
 
 if TYPE_CHECKING:
     import polars as pl
@@ -86,6 +86,24 @@ def cells_to_frame(cells: Sequence[CellNumbers]) -> pl.DataFrame:
         row |= {name: json.dumps(row[name]) for name in ("knobs", "evict_knobs")}
         rows.append({name: row.get(name) for name in schema})
     return pl.DataFrame(rows, schema=schema)
+
+
+def cells_from_frame(frame: pl.DataFrame, cells: Sequence[Cell]) -> list[CellNumbers]:
+    """The numbers that `cells_to_frame` made a table of, given the cells in its order."""
+
+    def phase(row: dict[str, Any], name: str) -> PhaseNumbers:
+        return PhaseNumbers(**{f.name: row[f"{name}_{f.name}"] for f in dataclasses.fields(PhaseNumbers)})
+
+    alike = ("source", "budget_mib", "budget_cycles", "top_k", *LIVE_FIELDS, "note")
+    return [
+        CellNumbers(
+            cell=cell,
+            decode=phase(row, "decode"),
+            all=phase(row, "all"),
+            **{name: row[name] for name in alike},
+        )
+        for cell, row in zip(cells, frame.iter_rows(named=True), strict=True)
+    ]
 
 
 def table(cells: Sequence[CellNumbers]) -> str:

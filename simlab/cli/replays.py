@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any
 
 from simlab.cli.options import (
@@ -12,6 +15,7 @@ from simlab.cli.options import (
     cells_from_args,
     check_output,
     warn_about_cells,
+    whole_number,
 )
 from simlab.cli.output import (
     Progress,
@@ -24,10 +28,16 @@ from simlab.cli.output import (
     write_frame,
     write_whole,
 )
+from simlab.errors import InputError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    import polars as pl
+
+    from simlab.replay.parts import Parts
     from simlab.trace.store import Trace
-    from simlab.types import Cell
+    from simlab.types import Cell, CellNumbers
 
 
 def add_commands(commands: Any) -> None:
@@ -50,13 +60,25 @@ def add_commands(commands: Any) -> None:
     parser = commands.add_parser(
         "sweep",
         help="replay a trace under many cells at once",
-        description="Replay a trace under every combination of the cell options.",
+        description="Replay traces under every combination of the cell options. With --out, finished groups of "
+        "cells are kept beside it until the table is whole: the same command goes on where a killed one stopped.",
     )
-    parser.add_argument("trace", metavar="T.trace")
+    parser.add_argument("traces", metavar="T.trace", nargs="+")
     add_cell_options(parser, lists=True)
     add_json(parser)
     parser.add_argument("--out", metavar="F.parquet|.csv", help="write the cells as a flat table")
     parser.add_argument("--chart", metavar="F.html", help="write a chart of the cells")
+    parser.add_argument(
+        "--group",
+        type=whole_number(1),
+        metavar="N",
+        help="replay at most N cells together (left out: what the trace's length suggests)",
+    )
+    parser.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="spread groups of cells over a Ray cluster; local or local:N starts N workers here",
+    )
     add_force(parser)
     parser.set_defaults(run=_sweep)
 
@@ -100,21 +122,98 @@ def _sweep(args: argparse.Namespace) -> None:
 
     out = check_output(args.out, "--out", args.force, (".parquet", ".csv")) if args.out else None
     chart = check_output(args.chart, "--chart", args.force, (".html",)) if args.chart else None
-    trace = open_trace(args.trace)
-    cells = _cells(args, trace)
-    from simlab.replay.run import sweep
+    if chart is not None and len(args.traces) > 1:
+        raise InputError("--chart: shows one trace; give one")
+    if args.ray is not None:
+        from simlab.replay.cluster import check_address
 
-    with Progress(f"sweep of {len(cells)} cells") as progress:
-        numbers = sweep(trace, cells, progress=progress, train=args.train)
-    if out is not None:
-        write_frame(out, cells_to_frame(numbers))
-        say_written(out)
+        check_address(args.ray)
+    traces = [open_trace(path) for path in args.traces]
+    # Where cells are left to the recording, they must be the same cells for all traces.
+    cells = _cells(args, traces[0])
+    for trace in traces[1:]:
+        if _cells(args, trace) != cells:
+            raise InputError(
+                f"{trace.path}: was recorded under other settings than {traces[0].path}; give --budget and policies"
+            )
+    with ExitStack() as stack:
+        numbers, parts = _run_groups(args, traces, cells, out, stack)
+        if out is not None:
+            write_frame(out, _frame(args.traces, numbers))
+            say_written(out)
+        if parts is not None:
+            parts.remove()
     if chart is not None:
         from simlab.judge.charts import write_sweep_chart
 
-        write_whole(chart, lambda path: write_sweep_chart(path, numbers, trace))
+        write_whole(chart, lambda path: write_sweep_chart(path, numbers[0], traces[0]))
         say_written(chart)
+    several = len(traces) > 1
     if args.json:
-        print_json([cell_to_json(n) for n in numbers])
-    else:
-        print(table(numbers))
+        named = zip(args.traces, numbers, strict=True)
+        print_json([({"trace": t} if several else {}) | cell_to_json(n) for t, of in named for n in of])
+        return
+    for trace, of_trace in zip(args.traces, numbers, strict=True):
+        print((f"{trace}\n" if several else "") + table(of_trace))
+
+
+def _run_groups(
+    args: argparse.Namespace,
+    traces: Sequence[Trace],
+    cells: Sequence[Cell],
+    out: Path | None,
+    stack: ExitStack,
+) -> tuple[list[list[CellNumbers]], Parts | None]:
+    """The numbers per trace, and the folder of finished groups if there is one; `stack` closes it."""
+    from simlab.replay.groups import check, merged, run_here, split
+
+    groups = split(traces, cells, args.group)
+    parts = None
+    if out is not None and (len(groups) > 1 or out.with_name(f"{out.name}.parts").exists()):
+        from simlab.replay.parts import Parts, describe
+
+        parts = stack.enter_context(Parts(out, describe(traces, cells, args.train), groups, force=args.force))
+        groups = parts.groups
+    found, missing = [], []
+    for group in groups:
+        kept = parts.load(group, [cells[i] for i in group.places]) if parts is not None else None
+        if kept is not None:
+            found.append((group, kept))
+        else:
+            missing.append(group)
+    if parts is not None and found:
+        _say(f"going on with {parts.folder}: {len(found)} of {len(groups)} groups of cells are done")
+    if len(missing) > 1:
+        check(traces, cells, args.train)
+    with Progress(f"sweep of {len(cells) * len(traces)} cells") as progress:
+        if args.ray is not None and missing:
+            from simlab.replay.cluster import run_on_ray
+
+            paths = [trace.path for trace in traces]
+            ran = run_on_ray(args.ray, paths, cells, missing, train=args.train, progress=progress)
+        else:
+            ran = run_here(traces, cells, missing, train=args.train, progress=progress)
+        # Closed at once on the way out, so that no cluster is left running.
+        with closing(ran):
+            for group, numbers in ran:
+                if parts is not None:
+                    parts.save(group, numbers)
+                found.append((group, numbers))
+    return merged(found, len(traces), len(cells)), parts
+
+
+def _frame(names: Sequence[str], numbers: Sequence[Sequence[CellNumbers]]) -> pl.DataFrame:
+    """The flat table; of several traces with the column `trace` in front."""
+    import polars as pl
+
+    if len(names) == 1:
+        return cells_to_frame(numbers[0])
+    frames = [
+        cells_to_frame(of_trace).select(pl.lit(name).alias("trace"), pl.all())
+        for name, of_trace in zip(names, numbers, strict=True)
+    ]
+    return pl.concat(frames)
+
+
+def _say(text: str) -> None:
+    print(f"simlab: {text}", file=sys.stderr, flush=True)
