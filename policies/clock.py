@@ -6,18 +6,15 @@ batches are this project's, since the originals handle one access at a time.
 """
 
 from simlab.policy import whole_cache
-from simlab.whole_cache import evict_in_order, lowest, of, repeat
+from simlab.whole_cache import evict_in_order, evict_one_by_one, held, join, lowest, move_in_order, of
 
 _LAST = 2**62
 
 
-def join(xp, cache, place, end):
-    """Places in line after a batch's misses joined at its end, and the new end."""
-    missed = cache.touched & ~cache.hit
-    start = xp.where(missed, cache.position, _LAST).min(axis=0)
-    newest = xp.where(missed, cache.position, -1).max(axis=0)
-    n = xp.where(missed.any(axis=0), newest - start + 1, 0)
-    return xp.where(missed, end + cache.position - start, place), end + n
+def enter(xp, cache, state):
+    """Places, the line's end and marks after a batch's misses joined and its hits were marked."""
+    place, end = join(xp, cache, cache.touched & ~cache.hit, state["place"], state["end"])
+    return place, end, xp.where(cache.touched, 1 * cache.hit, state["used"])
 
 
 @whole_cache(
@@ -27,28 +24,20 @@ def join(xp, cache, place, end):
 )
 def clock(xp, cache, state, knobs):
     """CLOCK: first in first out, but an entry used since it was last looked at goes once more around."""
-    place, end = join(xp, cache, state["place"], state["end"])
-    used = xp.where(cache.touched, 1 * cache.hit, state["used"])
+    place, end, used = enter(xp, cache, state)
 
-    def going(c):
-        others = cache.resident & ~cache.touched & ~c["leaving"]
-        return (c["over"] > 0) & others.any(axis=0)
-
-    def step(c):
+    def step(others, c):
         hand = lowest(xp, cache.resident & ~c["leaving"], c["place"])
         own = (hand & cache.touched).any(axis=0)
         spared = own | (of(xp, hand, c["used"]) > 0)
-        return {
-            "leaving": c["leaving"] | (hand & ~spared),
-            "over": c["over"] - xp.where(spared, 0, of(xp, hand, cache.bytes)),
+        return hand & ~spared, {
             "place": xp.where(hand & spared, c["end"], c["place"]),
             "used": xp.where(hand & ~own, 0, c["used"]),
             "end": c["end"] + 1,
         }
 
-    start = {"leaving": cache.resident & False, "over": cache.over, "place": place, "used": used, "end": end}
-    c = repeat(xp, going, step, start)
-    return c["leaving"], {"place": c["place"], "used": c["used"], "end": c["end"]}
+    leaving, c = evict_one_by_one(xp, cache, step, place=place, used=used, end=end)
+    return leaving, {"place": c["place"], "used": c["used"], "end": c["end"]}
 
 
 @whole_cache(
@@ -58,30 +47,22 @@ def clock(xp, cache, state, knobs):
 )
 def sieve(xp, cache, state, knobs):
     """SIEVE: a hand goes from old to new, takes marks off and evicts the first entry without one; nothing moves."""
-    place, end = join(xp, cache, state["place"], state["end"])
-    used = xp.where(cache.touched, 1 * cache.hit, state["used"])
+    place, end, used = enter(xp, cache, state)
 
-    def going(c):
-        others = cache.resident & ~cache.touched & ~c["leaving"]
-        return (c["over"] > 0) & others.any(axis=0)
-
-    def step(c):
+    def step(others, c):
         left = cache.resident & ~c["leaving"]
         ahead = left & (place >= c["hand"])
         # At the newest entry the hand starts over from the oldest.
         at = lowest(xp, xp.where(ahead.any(axis=0), ahead, left), place)
         own = (at & cache.touched).any(axis=0)
         spared = own | (of(xp, at, c["used"]) > 0)
-        return {
-            "leaving": c["leaving"] | (at & ~spared),
-            "over": c["over"] - xp.where(spared, 0, of(xp, at, cache.bytes)),
+        return at & ~spared, {
             "used": xp.where(at & ~own, 0, c["used"]),
             "hand": of(xp, at, place) + 1,
         }
 
-    start = {"leaving": cache.resident & False, "over": cache.over, "used": used, "hand": state["hand"]}
-    c = repeat(xp, going, step, start)
-    return c["leaving"], {"place": place, "used": c["used"], "end": end, "hand": c["hand"]}
+    leaving, c = evict_one_by_one(xp, cache, step, used=used, hand=state["hand"])
+    return leaving, {"place": place, "used": c["used"], "end": end, "hand": c["hand"]}
 
 
 _PROTECTED_TENTHS = 8
@@ -99,26 +80,11 @@ def slru(xp, cache, state, knobs):
     protected beyond 80 % of the budget loses that, least recent first, and becomes the most recent of the
     unprotected. Once nothing unprotected is left to evict, the least recent protected entry goes.
     """
-    start = xp.where(cache.touched, cache.position, _LAST).min(axis=0)
-    newest = xp.where(cache.touched, cache.position, -1).max(axis=0)
-    place = xp.where(cache.touched, state["end"] + cache.position - start, state["place"])
-    end = state["end"] + xp.where(cache.touched.any(axis=0), newest - start + 1, 0)
-    protected = xp.where(cache.touched, 1 * cache.hit, state["protected"] * cache.resident)
-
-    def going(c):
-        held = xp.where(c["protected"] > 0, cache.bytes, 0).sum(axis=0)
-        return 10 * held > _PROTECTED_TENTHS * cache.capacity
-
-    def step(c):
-        oldest = lowest(xp, c["protected"] > 0, c["place"])
-        return {
-            "protected": xp.where(oldest, 0, c["protected"]),
-            "place": xp.where(oldest, c["end"], c["place"]),
-            "end": c["end"] + 1,
-        }
-
-    c = repeat(xp, going, step, {"protected": protected, "place": place, "end": end})
-    key = c["protected"] * _LAST + c["place"]
+    place, end = join(xp, cache, cache.touched, state["place"], state["end"])
+    protected = xp.where(cache.touched, cache.hit, cache.resident & (state["protected"] > 0))
+    over = held(xp, protected, cache.bytes) - cache.capacity * _PROTECTED_TENTHS // 10
+    demoted, place, end = move_in_order(xp, protected, place, cache.bytes, over, place, end)
+    protected &= ~demoted
+    key = protected * _LAST + place
     leaving = evict_in_order(xp, cache.resident & ~cache.touched, key, cache.bytes, cache.over)
-    protected = xp.where(leaving, 0, c["protected"])
-    return leaving, {"protected": protected, "place": c["place"], "end": c["end"]}
+    return leaving, {"protected": 1 * (protected & ~leaving), "place": place, "end": end}

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import reference_eviction as ref
+import reference_ghosts as ghosts
 from reference import ReferenceCell, reference_replay
-from synthetic import Synthetic
+from synthetic import Synthetic, generate, make_header, without_scores
 
 from simlab.cells import build_cells, effective_k, parse_evict, resolve_budget
 from simlab.policy import find_eviction
@@ -18,31 +21,54 @@ from simlab.record.cache import LiveCache
 from simlab.replay.run import Replayer
 from simlab.replay.slots import slot_table
 from simlab.routing import knob_values
-from simlab.trace.store import Trace
+from simlab.trace.store import open_trace
 from simlab.types import Cell, EvictionPolicy
 
 SHIPPED = Path(__file__).parent.parent / "traces" / "original.trace"
-CAUSAL: dict[str, Callable[[], ref.Evicter]] = {
+ENTRIES: dict[str, Callable[..., ref.Evicter]] = {
     "lru": ref.Evicter,
     "layer_lru": ref.Evicter,
     "least_stale": ref.Evicter,
     "fifo": ref.Fifo,
-    "random:seed=7": lambda: ref.Random(7),
+    "random": ref.Random,
     "lfu": ref.Lfu,
     "layer_lfu": ref.Lfu,
-    "lfu_decay:half_life=48": lambda: ref.LfuDecay(48),
+    "lfu_decay": ref.LfuDecay,
     "lfru": ref.Lfru,
     "weighted_lfu": ref.WeightedLfu,
-    "clock": ref.Clock,
+}
+"""References of policies that rank entries, by name; they take the knobs."""
+CACHES: dict[str, Callable[..., ref.Evicter]] = {
+    "clock": ref.SecondChance,
     "sieve": ref.Sieve,
     "slru": ref.Slru,
+    "two_q": ghosts.TwoQ,
+    "s3fifo": ghosts.S3Fifo,
+    "arc": ghosts.Arc,
+    "lirs": ghosts.Lirs,
+    "wtinylfu": ghosts.WTinyLfu,
+    "lecar": ghosts.LeCaR,
+    "gdsf": ghosts.Gdsf,
+    "lhd": ghosts.Lhd,
 }
-FUTURE: dict[str, Callable[[list[tuple[ref.Entry, int]]], ref.Evicter]] = {
+"""The same of policies that look at a whole cache."""
+SEERS: dict[str, Callable[..., ref.Evicter]] = {
     "belady": ref.Foresight,
     "belady_bypass": ref.ForesightBypass,
-    "lookahead:m=9": lambda walk: ref.LookAhead(walk, 9),
-    "lookahead:m=0": lambda walk: ref.LookAhead(walk, 0),
+    "lookahead": ref.LookAhead,
 }
+"""The same of those that know the future; they take the walk first."""
+WITH_KNOBS = (
+    "random:seed=7",
+    "lfu_decay:half_life=48",
+    "two_q:first=0.5,ghosts=0.9",
+    "s3fifo:first=0.3,ghosts=3",
+    "lirs:hir=0.4,ghosts=0.3",
+    "wtinylfu:window=0.3,sample=2",
+    "lecar:seed=3,rate=2,ghosts=0.2",
+)
+CAUSAL = (*(name for name in {**ENTRIES, **CACHES} if name != "lfu_decay"), *WITH_KNOBS)
+FUTURE = ("belady", "belady_bypass", "lookahead:m=9", "lookahead:m=0")
 
 
 def of_name(name: str) -> EvictionPolicy:
@@ -52,7 +78,12 @@ def of_name(name: str) -> EvictionPolicy:
 
 def evicter_of(evict: str, trace: Synthetic, k: int) -> ref.Evicter:
     """A fresh reference of a policy; one that knows the future knows the router's own."""
-    return CAUSAL[evict]() if evict in CAUSAL else FUTURE[evict](walk_of(trace, k))
+    name, knobs = parse_evict(evict)
+    if name in SEERS:
+        return SEERS[name](walk_of(trace, k), **knobs)
+    if name in CACHES:
+        return ref.PerCache(functools.partial(CACHES[name], **knobs))
+    return ENTRIES[name](**knobs)
 
 
 def walk_of(trace: Synthetic, k: int) -> list[tuple[ref.Entry, int]]:
@@ -84,30 +115,32 @@ def as_reference(cell: Cell, trace: Synthetic, evict: str) -> ReferenceCell:
 
 
 def assert_evicts_as_reference(
-    trace: Synthetic, evict: str, budgets: list[str], folder: Path, **options: Any
+    trace: Synthetic, evicts: Sequence[str], budgets: list[str], folder: Path, **options: Any
 ) -> None:
-    """Every slot's residency and read, and every count, as the reference has them."""
+    """Every slot's residency and read, and every count, as the reference has them; one program per policy."""
     routes = [options.pop("route", "original")]
-    cells = build_cells(budgets=budgets, evicts=[evict], routes=routes, **options)
+    cells, specs = [], []
+    for evict in evicts:
+        cells += build_cells(budgets=budgets, evicts=[evict], routes=routes, **options)
+        specs += [evict] * len(budgets)
     replayer = Replayer(trace.write(folder), cells, detail=True)
     while replayer.advance():
         pass
     some = 0
-    for index, (cell, numbers) in enumerate(zip(cells, replayer.numbers(), strict=True)):
+    for index, (cell, evict, numbers) in enumerate(zip(cells, specs, replayer.numbers(), strict=True)):
         golden = reference_replay(trace, as_reference(cell, trace, evict))
         table = slot_table(replayer, index)
+        what = f"{evict} {cell.budget.text}"
         for name in ("expert", "residency", "read_bytes"):
             want, have = [s[name] for s in golden.slots], table[name].to_list()
             wrong = [i for i, (a, b) in enumerate(zip(have, want, strict=True)) if a != b]
             assert not wrong, (
-                f"{cell.budget.text}: {name} of slot {wrong[0]} is {have[wrong[0]]}, {golden.slots[wrong[0]]}"
+                f"{what}: {name} of slot {wrong[0]} is {have[wrong[0]]}, {golden.slots[wrong[0]]}"
             )
         for name in ("lookups", "hits", "misses", "cold_misses", "evictions", "rereads"):
             want = getattr(golden.decode, name) + getattr(golden.prefill, name)
-            assert getattr(numbers.all, name) == want, f"{cell.budget.text}: {name}"
-            assert getattr(numbers.decode, name) == getattr(golden.decode, name), (
-                f"{cell.budget.text}: {name}"
-            )
+            assert getattr(numbers.all, name) == want, f"{what}: {name}"
+            assert getattr(numbers.decode, name) == getattr(golden.decode, name), f"{what}: {name}"
         some += numbers.all.evictions
     assert some > 0
 
@@ -176,14 +209,35 @@ def weights_of(trace: Synthetic, rows: list[dict[str, Any]], walk: np.ndarray) -
     return weights
 
 
-def as_synthetic(trace: Trace, scores: bool) -> Synthetic:
-    """A trace from disk as rows in memory; without scores unless asked, which the router's own ids do not need."""
+def unequal(n_expert: int = 10, k: int = 3, n_decode: int = 30, scores: bool = True) -> Synthetic:
+    """Entries of three sizes, prompts in chunks, several turns, the throw-away turn, slots that do not exist."""
+    header = make_header(n_layer=3, n_expert=n_expert, k=k, sizes=(1000, 700, 1300))
+    trace = generate(header, seed=5, n_decode=n_decode, n_turns=2, tokens_per_decode_graph=2, throw_away=True)
+    for row in trace.rows[7::11]:
+        row["router_experts"] = [*row["router_experts"][:-1], -1]
+    return trace if scores else without_scores(trace, weights=False)
+
+
+def shipped(n_layer: int, n_graphs: int, scores: bool = False) -> Synthetic:
+    """The first layers and graphs of a trace from disk as rows in memory; without scores unless asked.
+
+    The router's own ids do not need them.
+    """
+    trace = open_trace(SHIPPED)
     wanted = ["turn", "graph", "phase", "step", "layer", "pos_in_graph", "router_experts"]
-    rows = trace.routing.select(wanted + (["scores"] if scores else [])).collect().to_dicts()
+    layers = trace.header.moe_layers[:n_layer]
+    kept = (pl.col("graph") < n_graphs) & pl.col("layer").is_in(layers)
+    rows = trace.routing.filter(kept).select(wanted + (["scores"] if scores else [])).collect().to_dicts()
     for row in rows:
         if scores:
             row["scores"] = np.array(row["scores"], np.float32)
-    header = trace.header
+    header = dataclasses.replace(
+        trace.header,
+        n_layer=n_layer,
+        entry_bytes={layer: trace.header.entry_bytes[layer] for layer in layers},
+        window_bytes=None,
+        dense_bytes=None,
+    )
     if not scores:
         header = dataclasses.replace(header, gating=None, score_space=None, weight_rule=None)
     return Synthetic(header, rows, trace.width)

@@ -158,7 +158,7 @@ def reference_replay(trace: Any, cell: ReferenceCell) -> ReferenceReplay:
                 held=held,
                 touched=touched,
                 hits=set(touched) & before,
-                sizes=sizes,
+                sizes={e: size for e, size in sizes.items() if whole or e[0] == layer},
                 over=used - limit,
                 capacity=limit,
                 batch=batch,

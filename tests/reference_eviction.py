@@ -8,6 +8,7 @@ walks and `close` at the end of each batch, which answers with the victims in or
 from __future__ import annotations
 
 import bisect
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,7 @@ class Close:
     """The batch's own entries with the position of their last occurrence."""
     hits: set[Entry]
     sizes: dict[Entry, int]
+    """Of every entry of this cache, in RAM or not."""
     over: int
     capacity: int
     batch: int
@@ -89,18 +91,23 @@ class Fifo(Evicter):
         return self.entered[entry]
 
 
+def hashed(*words: int) -> int:
+    """A uint32: the words mixed in one after the other by the finaliser of MurmurHash3."""
+    h = 0
+    for word in words:
+        h ^= word
+        h = (h ^ (h >> 16)) * 0x85EBCA6B % 2**32
+        h = (h ^ (h >> 13)) * 0xC2B2AE35 % 2**32
+        h ^= h >> 16
+    return h
+
+
 class Random(Evicter):
-    def __init__(self, seed: int = 0) -> None:
-        self.seed = seed
+    def __init__(self, seed: float = 0) -> None:
+        self.seed = int(seed)
 
     def key(self, entry: Entry, c: Close) -> int:
-        h = 0
-        for word in (self.seed, c.batch, entry[0], entry[1]):
-            h ^= word
-            h = (h ^ (h >> 16)) * 0x85EBCA6B % 2**32
-            h = (h ^ (h >> 13)) * 0xC2B2AE35 % 2**32
-            h ^= h >> 16
-        return h
+        return hashed(self.seed, c.batch, *entry)
 
 
 class Lfu(Evicter):
@@ -173,7 +180,7 @@ class ForesightBypass(Foresight):
 
 
 class LookAhead(Foresight):
-    def __init__(self, walk: list[tuple[Entry, int]], m: int) -> None:
+    def __init__(self, walk: list[tuple[Entry, int]], m: float) -> None:
         super().__init__(walk)
         self.m = m
 
@@ -192,93 +199,86 @@ class Pinned(Evicter):
         return [e for e in c.held if e not in self.pinned]
 
 
-class Queues(Evicter):
-    """What keeps lists, oldest first, one set of them for each cache."""
+class PerCache(Evicter):
+    """A policy that remembers a whole cache: a memory of its own for each."""
 
-    def __init__(self) -> None:
-        self.of_cache: dict[int, dict[str, Any]] = {}
+    def __init__(self, make: Callable[[], Evicter]) -> None:
+        self.make = make
+        self.of_cache: dict[int, Evicter] = {}
 
-    def fresh(self) -> dict[str, Any]:
-        raise NotImplementedError
+    def close(self, c: Close) -> list[Entry]:
+        if c.cache not in self.of_cache:
+            self.of_cache[c.cache] = self.make()
+        return self.of_cache[c.cache].close(c)
 
-    def memory(self, c: Close) -> dict[str, Any]:
-        return self.of_cache.setdefault(c.cache, self.fresh())
 
-
-def by_position(entries: Any, c: Close) -> list[Entry]:
+def by_position(entries: Iterable[Entry], c: Close) -> list[Entry]:
+    """Some of a batch's own entries in the order of their last occurrence."""
     return sorted(entries, key=lambda e: c.touched[e])
 
 
-class Clock(Queues):
-    def fresh(self) -> dict[str, Any]:
-        return {"line": [], "used": set()}
+class SecondChance(Evicter):
+    """A line, oldest first, and the entries used since they were last looked at."""
+
+    def __init__(self) -> None:
+        self.line: list[Entry] = []
+        self.used: set[Entry] = set()
 
     def close(self, c: Close) -> list[Entry]:
-        m = self.memory(c)
-        line, used = m["line"], m["used"]
         missed = by_position(set(c.touched) - c.hits, c)
-        line += missed
-        used -= set(missed)
-        used |= c.hits
+        self.line += missed
+        self.used = (self.used - set(missed)) | c.hits
         over, victims = c.over, []
-        while over > 0 and any(e not in c.touched for e in line):
-            entry = line.pop(0)
-            if entry in c.touched:
-                line.append(entry)
-            elif entry in used:
-                used.discard(entry)
-                line.append(entry)
-            else:
-                victims.append(entry)
-                over -= c.sizes[entry]
+        while over > 0 and any(e not in c.touched for e in self.line):
+            victim = self.look(c)
+            if victim is not None:
+                victims.append(victim)
+                over -= c.sizes[victim]
         return victims
 
-
-class Sieve(Queues):
-    def fresh(self) -> dict[str, Any]:
-        return {"line": [], "used": set(), "hand": 0}
-
-    def close(self, c: Close) -> list[Entry]:
-        m = self.memory(c)
-        line, used = m["line"], m["used"]
-        missed = by_position(set(c.touched) - c.hits, c)
-        line += missed
-        used -= set(missed)
-        used |= c.hits
-        hand = m["hand"]
-        over, victims = c.over, []
-        while over > 0 and any(e not in c.touched for e in line):
-            if hand >= len(line):
-                hand = 0
-            entry = line[hand]
-            if entry in c.touched:
-                hand += 1
-            elif entry in used:
-                used.discard(entry)
-                hand += 1
-            else:
-                line.pop(hand)
-                victims.append(entry)
-                over -= c.sizes[entry]
-        m["hand"] = hand
-        return victims
+    def look(self, c: Close) -> Entry | None:
+        """CLOCK: look at the oldest; the victim, or None if it got a second chance."""
+        entry = self.line.pop(0)
+        if entry in c.touched or entry in self.used:
+            self.line.append(entry)
+            if entry not in c.touched:
+                self.used.discard(entry)
+            return None
+        return entry
 
 
-class Slru(Queues):
-    def fresh(self) -> dict[str, Any]:
-        return {"probation": [], "protected": []}
+class Sieve(SecondChance):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hand = 0
+
+    def look(self, c: Close) -> Entry | None:
+        if self.hand >= len(self.line):
+            self.hand = 0
+        entry = self.line[self.hand]
+        if entry in c.touched or entry in self.used:
+            if entry not in c.touched:
+                self.used.discard(entry)
+            self.hand += 1
+            return None
+        return self.line.pop(self.hand)
+
+
+class Slru(Evicter):
+    def __init__(self) -> None:
+        self.probation: list[Entry] = []
+        self.protected: list[Entry] = []
 
     def close(self, c: Close) -> list[Entry]:
-        m = self.memory(c)
-        probation = [e for e in m["probation"] if e not in c.touched]
-        protected = [e for e in m["protected"] if e not in c.touched]
+        probation = [e for e in self.probation if e not in c.touched]
+        protected = [e for e in self.protected if e not in c.touched]
         probation += by_position(set(c.touched) - c.hits, c)
         protected += by_position(c.hits, c)
         while sum(c.sizes[e] for e in protected) > 0.8 * c.capacity:
             probation.append(protected.pop(0))
         victims = taken([e for e in probation + protected if e not in c.touched], c)
-        m["probation"] = [e for e in probation if e not in victims]
-        m["protected"] = [e for e in protected if e not in victims]
+        self.probation = [e for e in probation if e not in victims]
+        self.protected = [e for e in protected if e not in victims]
         return victims
 
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 
 import numpy as np
 import pytest
 from eviction_cases import (
     CAUSAL,
     FUTURE,
-    SHIPPED,
-    as_synthetic,
     assert_evicts_as_reference,
     hits_of,
     live_hits,
     lookup_hits,
     of_name,
+    shipped,
+    unequal,
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -27,8 +28,8 @@ from simlab.errors import InputError
 from simlab.policy import builtin_policies, find_eviction
 from simlab.replay.run import replay, sweep
 from simlab.replay.slots import replay_slots
-from simlab.trace.store import open_trace
-from simlab.types import EvictionPolicy
+from simlab.routing import first_state, knob_values
+from simlab.types import CacheState, EvictionPolicy
 
 # -- by hand -------------------------------------------------------------------------------------------------
 
@@ -49,46 +50,118 @@ BY_HAND = {
     "slru": "00010100100",  # 0 is protected; 1, 2, 3, 1
     "belady": "00010110101",  # 2 (used again last), 3 (never), 4 (never, less recent than 0)
     "belady_bypass": "00010110111",  # 3 and 4 themselves
+    "two_q": "00010000101",  # 0, 1, 2 (room to remember one: 0 and 1 are back in the main queue), 3, 4
+    "s3fifo": "00010000101",  # 0 (used once), 1, 2 (0 and 1 are back in the main queue), 3, 4
+    "arc": "00010100000",  # T1's 1; 1 is back, p 1: T1's 2; T2's 0; 0 is back, p 0: 3; p 1: T2's 1; p 0: 4
+    "lirs": "00010110101",  # 0 and 1 are LIR; 2, 3, 4 pass through Q
+    "wtinylfu": "00010100100",  # 1, 2; candidate 1 (2 uses) against 3 (1): 3; 1; candidate 2 against 4: 4
+    "gdsf": "00010100100",  # 1 (worth 1), 2 (1), 3 (2, like 1 but older), 1 (2), 4 (3, like 2 but older)
+    "lhd": "00010100100",  # no hits yet at the age of 1; 2; 3; 1
+    # Draws .908: LFU, 1; it comes back, LRU's weight .519, .003: LRU, 2; .205: LRU, 3; 2 comes back, .516, .257: 1
+    "lecar": "00010100100",
     "lookahead:m=0": "00010100100",
     "lookahead:m=2": "00010110101",  # 2 is out of sight, 3, 4
 }
 
 
 @pytest.mark.parametrize("evict", BY_HAND)
-def test_a_sequence_by_hand(evict, tmp_path):
-    trace = from_batches(ONE, [[e] for e in SEQUENCE])
-    found = replay_slots(trace.write(tmp_path / "t"), build_cells(budgets=["3/layer"], evicts=[evict])[0])
-    assert "".join(str(r) for r in found.slots["residency"]) == BY_HAND[evict]
-    if "future" not in find_eviction(evict.partition(":")[0]).needs:
-        assert "".join(str(int(h)) for h in live_hits(trace, "3/layer", evict)) == BY_HAND[evict]
+def test_a_sequence_by_hand(evict):
+    """The live cache and the reference, to which others hold the replay."""
+    assert_by_hand(evict, "3/layer", from_batches(ONE, [[e] for e in SEQUENCE]), BY_HAND[evict])
 
 
-@pytest.mark.parametrize("evict", ["lru", "layer_lru"])
-def test_the_conformance_case(evict, tmp_path):
+def assert_by_hand(evict, budget, trace, want):
+    def text(hits):
+        return "".join(str(int(h)) for h in hits)
+
+    assert text(hits_of(trace, budget, evict)) == want
+    if "future" not in of_name(evict).needs:
+        assert text(live_hits(trace, budget, evict)) == want
+
+
+SIX = make_header(n_layer=1, n_expert=6, k=1)
+
+
+@pytest.mark.parametrize(
+    ("evict", "budget", "tokens", "want"),
+    [
+        ("lru", "3/layer", "000123450", "011000000"),
+        # Used twice more, 0 moves to the main queue; 1, 2 and 3 leave.
+        ("s3fifo", "3/layer", "000123450", "011000001"),
+        # Uses in the first queue do not count: 0 leaves first, and is forgotten for 1.
+        ("two_q", "3/layer", "000123450", "011000000"),
+        # 2, 3 and 4 lose against 0, which has three uses.
+        ("wtinylfu", "3/layer", "000123450", "011000001"),
+        # As above, but all counts are halved at the sixth lookup; then 4 ties with 0, and leaves.
+        ("wtinylfu:sample=2", "3/layer", "000123450", "011000001"),
+        # Hits at ages of 1 and 3 lookups; 1, whose age is 2, earns least: 1/24 against 1/16 (LRU: 2).
+        ("lhd", "3/layer", "01210321", "00011010"),
+        ("lru", "3/layer", "01210321", "00011000"),
+    ],
+)
+def test_what_sets_a_policy_apart_by_hand(evict, budget, tokens, want):
+    assert_by_hand(evict, budget, from_batches(SIX, [[int(e)] for e in tokens]), want)
+
+
+def test_gdsf_evicts_large_entries_first():
+    """8000 bytes: the 3000 byte entries 0, 1 and 2 of the second layer leave though the first layer's are older."""
+    header = make_header(n_layer=2, n_expert=4, k=1, sizes=(1000, 3000))
+    assert_by_hand("gdsf", "50%", from_batches(header, [[e] for e in (0, 1, 2, 0, 1)]), "0000001010")
+
+
+def test_arc_and_lirs_survive_a_scan():
+    """Two entries used again and again, then a scan of more than fits: LRU loses both, these keep them."""
+    header = make_header(n_layer=1, n_expert=12, k=1)
+    trace = from_batches(header, [[e] for e in (0, 1, 0, 1, 0, 1, 5, 6, 7, 8, 9, 10, 0, 1)])
+    assert not any(live_hits(trace, "4/layer", "lru")[-2:])
+    for evict in ("arc", "lirs"):
+        assert all(live_hits(trace, "4/layer", evict)[-2:]), evict
+
+
+def test_lecar_learns_which_of_the_two_to_follow():
+    """The one weight, after a miss that LFU's history remembers, worked out with math.exp."""
+    policy = find_eviction("lecar")
+    assert policy.evict is not None
+    sizes = np.full(4, 10)
+    cache = CacheState(
+        resident=np.array([1, 1, 1, 0], bool),
+        touched=np.array([0, 0, 1, 0], bool),
+        hit=np.zeros(4, bool),
+        position=np.array([5, 6, 7, -1]),
+        bytes=sizes,
+        over=np.int64(0),
+        capacity=np.int64(30),
+        batch=np.int64(9),
+    )
+    state = first_state(policy.state, (4,)) | first_state(policy.scalars, ())
+    state |= {"evicted_by": np.array([0, 0, 2, 1]), "date": np.array([0, 0, 40, 50]), "clock": np.int64(70)}
+    _, after = policy.evict(np, cache, state, knob_values(policy.knobs, {"rate": 0.5}))
+    lfu = 0.5 * math.exp(-0.5 * 0.005 ** (30 / 30))
+    assert math.isclose(after["weight"], 0.5 / (0.5 + lfu), rel_tol=1e-9)
+    assert after["evicted_by"].tolist() == [0, 0, 0, 1]
+    assert after["clock"] == 80
+
+
+def test_the_conformance_case(tmp_path):
     """policies.md: three layers, two entries each, 30 lookups, 12 hits, 18 misses, 12 evictions."""
     trace = from_batches(make_header(n_layer=3, n_expert=4, k=2), [[0, 1], [0, 2], [0, 1], [0, 3], [0, 1]])
-    numbers = replay(trace.write(tmp_path / "t"), build_cells(budgets=["2/layer"], evicts=[evict])[0]).decode
+    numbers = replay(trace.write(tmp_path / "t"), build_cells(budgets=["2/layer"])[0]).decode
     assert (numbers.lookups, numbers.hits, numbers.misses, numbers.evictions) == (30, 12, 18, 12)
+    assert sum(live_hits(trace, "2/layer", "layer_lru")) == 12
 
 
-def test_slru_protects_what_was_used_twice(tmp_path):
+def test_slru_protects_what_was_used_twice():
     """Five entries, four of them protected: 0 to 3 used twice survive a scan that LRU would lose them to."""
     header = make_header(n_layer=1, n_expert=12, k=1)
-    tokens = [[e] for e in (0, 1, 2, 3, 0, 1, 2, 3, 5, 6, 7, 8, 9, 0, 1, 2, 3)]
-    trace = from_batches(header, tokens).write(tmp_path / "t")
-    lru, slru = sweep(trace, build_cells(budgets=["5/layer"], evicts=["lru", "slru"]))
-    assert (lru.decode.hits, slru.decode.hits) == (4, 8)
+    trace = from_batches(header, [[e] for e in (0, 1, 2, 3, 0, 1, 2, 3, 5, 6, 7, 8, 9, 0, 1, 2, 3)])
+    assert [sum(live_hits(trace, "5/layer", evict)) for evict in ("lru", "slru")] == [4, 8]
 
 
-def test_slru_gives_up_protection_beyond_four_fifths(tmp_path):
+def test_slru_gives_up_protection_beyond_four_fifths():
     """Five entries: the fifth that is used twice takes the protection of the least recent, 0, which then goes."""
     header = make_header(n_layer=1, n_expert=12, k=1)
-    tokens = [[e] for e in (0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 0)]
-    found = replay_slots(
-        from_batches(header, tokens).write(tmp_path / "t"),
-        build_cells(budgets=["5/layer"], evicts=["slru"])[0],
-    )
-    assert found.slots["residency"].to_list() == [0] * 5 + [1] * 5 + [0, 0]
+    trace = from_batches(header, [[e] for e in (0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 0)])
+    assert live_hits(trace, "5/layer", "slru") == [False] * 5 + [True] * 5 + [False] * 2
 
 
 def test_random_by_hand(tmp_path):
@@ -102,8 +175,6 @@ def test_random_by_hand(tmp_path):
     policy = find_eviction("random")
     assert policy.key is not None
     layer, expert = np.array([0, 1, 47], np.int32), np.array([5, 0, 127], np.int32)
-    from simlab.routing import knob_values
-
     key = policy.key(
         np,
         {"layer": layer, "expert": expert},
@@ -136,46 +207,34 @@ def test_every_policy_is_tested_here():
     assert {n.partition(":")[0] for n in (*CAUSAL, *FUTURE, "static_pin")} == NAMES
 
 
+SPECS = {
+    name: [s for s in (*CAUSAL, *FUTURE) if s.partition(":")[0] == name] for name in NAMES - {"static_pin"}
+}
+"""What is tested of each policy, all of it in one program."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("evict", [*CAUSAL, *FUTURE])
-def test_a_shipped_trace_as_the_reference_has_it(evict, tmp_path):
-    trace = as_synthetic(open_trace(SHIPPED), scores="weighted" in evict)
-    assert_evicts_as_reference(trace, evict, ["2cycles", "1.1cycles", "12/layer", "35%"], tmp_path / "t")
+@pytest.mark.parametrize("name", sorted(SPECS))
+def test_replays_as_the_reference_has_them(name, tmp_path):
+    """A part of a shipped trace, and an odd trace of the same shape, which share a program."""
+    scores, budgets = "weighted" in name, ["5%", "30%", "6/layer", "70%"]
+    real, odd = shipped(3, 120, scores), unequal(64, 8, 35, scores)
+    assert_evicts_as_reference(real, SPECS[name], budgets, tmp_path / "real")
+    assert_evicts_as_reference(odd, SPECS[name], budgets, tmp_path / "odd")
 
 
-def unequal():
-    """Entries of three sizes, prompts in chunks, several turns, the throw-away turn, slots that do not exist."""
-    header = make_header(n_layer=3, n_expert=10, k=3, sizes=(1000, 700, 1300))
-    trace = generate(header, seed=5, n_decode=40, n_turns=2, tokens_per_decode_graph=2, throw_away=True)
-    for row in trace.rows[7::11]:
-        row["router_experts"] = [*row["router_experts"][:2], -1]
-    return trace
-
-
-@pytest.mark.parametrize("evict", [*CAUSAL, *FUTURE])
-def test_odd_traces_as_the_reference_has_them(evict, tmp_path):
-    assert_evicts_as_reference(unequal(), evict, ["5%", "30%", "4/layer", "70%"], tmp_path / "t")
-
-
-@pytest.mark.parametrize("evict", ["lru", "lfu", "fifo", "clock", "belady", "lookahead:m=9"])
+@pytest.mark.parametrize("evict", ["lfu", "arc", "lookahead:m=9"])
 def test_one_expert_at_a_time_as_the_reference_has_it(evict, tmp_path):
-    assert_evicts_as_reference(
-        unequal(), evict, ["5%", "30%", "4/layer", "70%"], tmp_path / "t", sequential=True
-    )
+    budgets = ["5%", "30%", "4/layer", "70%"]
+    assert_evicts_as_reference(unequal(), [evict], budgets, tmp_path / "t", sequential=True)
 
 
-@pytest.mark.parametrize("evict", ["lfu", "slru"])
-@pytest.mark.parametrize("sequential", [False, True])
+@pytest.mark.parametrize(("evict", "sequential"), [("lfu", False), ("slru", True), ("s3fifo", False)])
 def test_lossy_routings_as_the_reference_has_them(evict, sequential, tmp_path):
     trace = generate(make_header(), seed=8, n_decode=30)
-    assert_evicts_as_reference(
-        trace,
-        evict,
-        ["30%", "5/layer", "50%", "2%"],
-        tmp_path / "t",
-        route="substitute:L=0.3",
-        sequential=sequential,
-    )
+    budgets = ["30%", "5/layer", "50%", "2%"]
+    route = "substitute:L=0.3"
+    assert_evicts_as_reference(trace, [evict], budgets, tmp_path / "t", route=route, sequential=sequential)
 
 
 # -- what holds for all --------------------------------------------------------------------------------------

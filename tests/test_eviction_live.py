@@ -58,6 +58,14 @@ def assert_same(trace: Trace, cell, folder: Path, train: str | None = None) -> N
         ("clock", "substitute:L=0.15"),
         ("sieve", "original"),
         ("slru", "original"),
+        ("two_q", "original"),
+        ("s3fifo", "substitute:L=0.15"),
+        ("arc", "original"),
+        ("lirs", "original"),
+        ("wtinylfu", "original"),
+        ("lecar:seed=11", "original"),
+        ("gdsf", "original"),
+        ("lhd", "original"),
         ("least_stale", "original"),
         ("static_pin", "original"),
     ],
@@ -69,11 +77,17 @@ def test_a_recording_replays_slot_for_slot(engine, tokens, evict, route, tmp_pat
     assert_same(trace, cell, tmp_path, train=str(SHIPPED) if evict == "static_pin" else None)
 
 
+@pytest.fixture(scope="module")
+def reading_ahead():
+    with Engine(n_threads=THREADS, prefetch="next_gate:K=8") as opened:
+        yield opened
+
+
 @pytest.mark.slow
-def test_least_stale_keeps_what_was_read_ahead(tokens, tmp_path):
-    cell = build_cells(budgets=["1.2cycles"], evicts=["least_stale"])[0]
-    with Engine(n_threads=THREADS, prefetch="next_gate:K=8") as engine:
-        trace = record(engine, tokens, cell, tmp_path / "t.trace")
+@pytest.mark.parametrize("evict", ["least_stale", "s3fifo", "arc", "lirs", "wtinylfu"])
+def test_what_was_read_ahead_replays_slot_for_slot(reading_ahead, tokens, evict, tmp_path):
+    cell = build_cells(budgets=["1.2cycles"], evicts=[evict])[0]
+    trace = record(reading_ahead, tokens, cell, tmp_path / "t.trace")
     assert trace.reads.filter("speculative").collect().height > 0
     assert_same(trace, cell, tmp_path)
 
