@@ -11,6 +11,11 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+import simlab
+from simlab.cells import build_cells
+from simlab.trace.importer import import_files
+from simlab.trace.store import Trace, open_trace
+
 f32 = np.float32
 N_EXPERT, ENTRY_BYTES = 8, 1000
 FACTS: dict[str, Any] = {"n_expert": N_EXPERT, "expert_bytes": ENTRY_BYTES, "prefill": 3}
@@ -34,6 +39,10 @@ def dump(
     weights = np.take_along_axis(scores, ids, axis=2)
     weights = (weights / weights.sum(axis=2, keepdims=True)).astype(f32)
     return {"ids": ids, "weights": weights, "scores": scores, "logits": logits}
+
+
+RUN = dump()
+"""The run of the tests that need no other."""
 
 
 def plain(run: dict[str, NDArray]) -> dict[str, NDArray]:
@@ -165,3 +174,26 @@ def write(folder: Path, file: tuple[str, bytes]) -> Path:
     path = folder / file[0]
     path.write_bytes(file[1])
     return path
+
+
+def load(folder: Path, *files: tuple[str, bytes], **facts: Any) -> Trace:
+    """Import files into `folder` and open the trace."""
+    paths = [str(write(folder, file)) for file in files]
+    return open_trace(import_files(paths, str(folder / "t.trace"), True, facts))
+
+
+def arrays_with(**changed: NDArray) -> tuple[str, bytes]:
+    """`RUN` as an npz file, with some arrays changed or added."""
+    return "run.npz", npz_bytes(plain(RUN) | changed)
+
+
+def with_values(name: str, place: Any, value: Any) -> NDArray:
+    """An array of `RUN` with a value at an index or slice of it."""
+    array = RUN[name].copy()
+    array[place] = value
+    return array
+
+
+def replayed(trace: Trace, **cell: Any) -> Any:
+    """The numbers of cells of two token cycles."""
+    return simlab.sweep(trace, build_cells(budgets=["2cycles"], **cell))

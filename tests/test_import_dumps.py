@@ -16,17 +16,20 @@ from dump_files import (
     ENTRY_BYTES,
     FACTS,
     N_EXPERT,
+    RUN,
     SCORED,
+    arrays_with,
     csv_bytes,
-    dump,
     files_of,
     files_without_scores,
     fingerprint,
     list_rows,
+    load,
     npy_bytes,
     npz_bytes,
     plain,
     slot_rows,
+    with_values,
     write,
 )
 from route_files import shared
@@ -39,7 +42,6 @@ from simlab.trace.importer import import_files
 from simlab.trace.store import Trace, open_trace
 from simlab.types import WeightRule
 
-RUN = dump()
 ENDS_THE_READER = zlib.decompress(base64.b85decode(
     b"c-oDVy-wpm5XaY>T$F+$1-ptR7jCdXAkNt%N{nch5W<D8Bu#P=jdQk1bh#MWfxt^pQBv^?6o?0)yhljEQ&2KvTRz=M7j9+E%+AdJ"
     b"w>y^IlARLEvH~j{G0MpA#Rw)hSQlK5<p`mWqzcKftXd|yf?E7E^?$e%MmXhX{LBzWo-8EMf0M@cjT@w-7sa?&{$wft&C0pg7j7_3"
@@ -50,12 +52,6 @@ ENDS_THE_READER = zlib.decompress(base64.b85decode(
 ))  # fmt: skip
 """A parquet file of one row and one damaged byte: polars asks for exabytes, which ends the process."""
 FORMATS, SCORELESS = sorted(files_of(RUN)), sorted(files_without_scores(RUN))
-
-
-def load(folder: Path, *files: tuple[str, bytes], **facts: Any) -> Trace:
-    """Import files into `folder` and open the trace."""
-    paths = [str(write(folder, file)) for file in files]
-    return open_trace(import_files(paths, str(folder / "t.trace"), True, facts))
 
 
 def column(trace: Trace, name: str) -> np.ndarray:
@@ -238,16 +234,6 @@ def test_through_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[
 # What is refused
 
 
-def arrays_with(**changed: Any) -> tuple[str, bytes]:
-    return "run.npz", npz_bytes(plain(RUN) | changed)
-
-
-def set_at(name: str, place: tuple[int, ...], value: float) -> np.ndarray:
-    array = RUN[name].copy()
-    array[place] = value
-    return array
-
-
 REFUSED: dict[str, tuple[tuple[str, bytes], dict[str, Any], str]] = {
     "no bytes": (arrays_with(), SCORED | {"expert_bytes": None}, "--expert-bytes: is missing"),
     "bytes 0": (arrays_with(), SCORED | {"expert_bytes": 0}, "--expert-bytes: 0, must be a whole number from 1"),
@@ -264,9 +250,10 @@ REFUSED: dict[str, tuple[tuple[str, bytes], dict[str, Any], str]] = {
     ),
     "weights of another shape": (arrays_with(weights=RUN["weights"][1:]), SCORED, "must be [7, 3, 2]"),
     "two arrays of scores": (arrays_with(router_logits=RUN["logits"]), SCORED, "could both be the scores"),
-    "an id too high": (arrays_with(ids=set_at("ids", (4, 1, 0), 99)), SCORED, "token 4, layer 1, slot 0: 99"),
+    "an id too high": (arrays_with(ids=with_values("ids", (4, 1, 0), 99)), SCORED, "token 4, layer 1, slot 0: 99"),
     "a negative weight": (
-        arrays_with(weights=set_at("weights", (2, 0, 1), -0.5)), SCORED, "'weights', token 2, layer 0, slot 1: -0.5"
+        arrays_with(weights=with_values("weights", (2, 0, 1), -0.5)), SCORED,
+        "'weights', token 2, layer 0, slot 1: -0.5",
     ),
     "complex scores": (arrays_with(scores=RUN["scores"].astype(complex)), SCORED, "of type complex128"),
     "pickled": (("run.npz", npz_bytes({"ids": np.array([{}, 1], object)})), FACTS, "of type object"),
