@@ -15,9 +15,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from fuzz_damage import damaged as damaged_files
+from fuzz_damage import kinds, originals
 from fuzz_readers import check as check_files
-from fuzz_readers import damaged as damaged_files
-from fuzz_readers import kinds, originals
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from route_files import HEADING, io_lines, metrics_lines, route_lines

@@ -16,7 +16,6 @@ from route_files import route_lines
 
 from simlab.cli.main import main
 from simlab.errors import InputError, RunError, SimlabWarning
-from simlab.replay.columns import ColumnNeeds, TraceColumns
 from simlab.trace import store
 from simlab.trace.header import read_header
 from simlab.trace.info import trace_info
@@ -150,7 +149,9 @@ def test_a_missing_column(tmp_path: Path) -> None:
     folder = written(tmp_path / "t.trace")
     for part in (folder / "routing").iterdir():
         pl.read_parquet(part).drop("weights").write_parquet(part)
-    with pytest.raises(InputError, match=r"t.trace/routing: column 'weights' is missing"):
+    with pytest.raises(
+        InputError, match=r"t.trace/routing/part-00000.\.parquet: column 'weights' is missing"
+    ):
         open_trace(folder)
 
 
@@ -158,22 +159,9 @@ def test_a_column_of_another_type(tmp_path: Path) -> None:
     folder = written(tmp_path / "t.trace")
     for part in (folder / "tokens").iterdir():
         pl.read_parquet(part).with_columns(pl.col("step").cast(pl.Float32)).write_parquet(part)
-    with pytest.raises(InputError, match=r"t.trace/tokens: column 'step' is Float32, should be Int64"):
-        open_trace(folder)
-
-
-def test_a_part_that_is_not_parquet(tmp_path: Path) -> None:
-    folder = written(tmp_path / "t.trace")
-    (folder / "tokens/part-000000.parquet").write_bytes(b"not parquet at all")
-    with pytest.raises(InputError, match=r"t.trace/tokens"):
-        open_trace(folder)
-
-
-def test_a_part_cut_in_the_middle(tmp_path: Path) -> None:
-    folder = written(tmp_path / "t.trace")
-    part = folder / "routing/part-000001.parquet"
-    part.write_bytes(part.read_bytes()[:200])
-    with pytest.raises(InputError, match=r"t.trace/routing"):
+    with pytest.raises(
+        InputError, match=r"t.trace/tokens/part-.*: column 'step' is Float32, should be Int64"
+    ):
         open_trace(folder)
 
 
@@ -203,7 +191,7 @@ def test_headers_that_cannot_be_used(tmp_path: Path, changes: dict[str, Any], me
 def test_a_header_that_is_not_json(tmp_path: Path, text: str) -> None:
     folder = written(tmp_path / "t.trace")
     (folder / "header.json").write_text(text)
-    with pytest.raises(InputError, match=r"header.json: not"):
+    with pytest.raises(InputError, match=r"header.json: (not|the file is empty)"):
         open_trace(folder)
 
 
@@ -227,7 +215,7 @@ def test_no_trace_there(tmp_path: Path) -> None:
 def test_an_unknown_header_field_is_left_alone(tmp_path: Path) -> None:
     folder = written(tmp_path / "t.trace")
     change_header(folder, future={"x": 1})
-    assert read_header(folder)[0] == HEADER
+    assert read_header(folder).header == HEADER
 
 
 def test_force_replaces_traces_only(tmp_path: Path) -> None:
@@ -303,35 +291,6 @@ def test_a_disk_full_from_the_start_leaves_nothing(
             TraceWriter(folder, HEADER, WIDTH)
     assert sorted(tmp_path.rglob("*")) == before
     assert open_trace(written(folder)).n_rows == 6
-
-
-def test_a_damaged_page_is_refused_where_it_is_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with TraceWriter(tmp_path / "t.trace", HEADER, WIDTH) as writer:
-        for graph in range(50):
-            add_graph(writer, graph)
-    part = tmp_path / "t.trace/routing/part-000000.parquet"
-    whole = part.read_bytes()
-    only_in_replay = 0
-    place = -1
-    while (place := whole.find(b"\x28\xb5\x2f\xfd", place + 1)) >= 0:  # where a zstd page begins
-        part.write_bytes(whole[: place + 4] + b"\xff" * 8 + whole[place + 12 :])
-        try:
-            trace = open_trace(tmp_path / "t.trace")
-        except InputError as error:
-            assert "t.trace/routing: cannot be read" in str(error)  # noqa: PT017
-            continue
-        try:
-            columns = TraceColumns(trace)
-            columns.chunk(0, 4, 4, ColumnNeeds(2, True, True, frozenset({"scores", "recorded"})))
-        except InputError as error:
-            assert "t.trace/routing: cannot be read" in str(error)  # noqa: PT017
-            only_in_replay += 1
-            if only_in_replay == 1:
-                assert main(["replay", str(trace.path), "--budget", "1cycles"]) == 2
-                assert "t.trace/routing: cannot be read" in capsys.readouterr().err
-    assert only_in_replay >= 2
 
 
 def test_parts_out_of_order(tmp_path: Path) -> None:

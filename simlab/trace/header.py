@@ -11,12 +11,14 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from simlab.errors import InputError
 from simlab.trace.csv_text import EXACT, MAX_ENTRY_BYTES, MAX_EXPERT, MAX_LAYER
+from simlab.trace.json_text import parse_json, read_bytes, shown
 from simlab.trace.schema import SCHEMA_VERSION, TABLES
 from simlab.types import TraceHeader
 
@@ -47,26 +49,44 @@ class _WrongField(Exception):
     """What is wrong with a field; its text begins with the field's name."""
 
 
-def header_to_json(header: TraceHeader, rows: Mapping[str, int] | None, width: int) -> str:
-    """The header as JSON text, with the row count of each table once the recording is complete."""
-    fields = dataclasses.asdict(header)
+@dataclass(frozen=True)
+class HeaderFile:
+    """What `header.json` holds: the header, and what only the reader of the tables needs."""
+
+    header: TraceHeader
+    rows: Mapping[str, int] | None
+    """Rows of each table; None while the recording goes on."""
+    width: int
+    """Slots per routing row (`routing_width`)."""
+    part_sha256: Mapping[str, str]
+    """SHA-256 of each part, by "table/part"; empty while the recording goes on, or from a tool that writes none."""
+
+
+def header_to_json(file: HeaderFile) -> str:
+    """The header as JSON text."""
+    fields = dataclasses.asdict(file.header)
     for name in _BY_LAYER:
         if fields[name] is not None:
             fields[name] = {str(k): v for k, v in sorted(fields[name].items())}
-    fields["rows"] = dict(rows) if rows is not None else None
-    fields["routing_width"] = width
+    fields["rows"] = dict(file.rows) if file.rows is not None else None
+    fields["routing_width"] = file.width
+    fields["part_sha256"] = dict(file.part_sha256)
     return json.dumps(fields, indent=1) + "\n"
 
 
-def write_header(folder: Path, header: TraceHeader, rows: Mapping[str, int] | None, width: int) -> None:
+def write_header(folder: Path, file: HeaderFile) -> None:
     """Write `header.json` by rename, so that a reader never sees half of one."""
     temporary = folder / "header.json.tmp"
-    temporary.write_text(header_to_json(header, rows, width))
+    temporary.write_text(header_to_json(file))
     os.replace(temporary, folder / "header.json")
 
 
-def read_header(folder: Path) -> tuple[TraceHeader, dict[str, int] | None, int]:
-    """The header, the promised row counts (None while incomplete) and the slots per routing row."""
+def read_header(folder: Path) -> HeaderFile:
+    """Read and check the header of a trace.
+
+    Raises:
+        InputError: there is none, or one that cannot be used; names the field.
+    """
     path = folder / "header.json"
     try:
         if not folder.exists():
@@ -75,16 +95,7 @@ def read_header(folder: Path) -> tuple[TraceHeader, dict[str, int] | None, int]:
             raise InputError(f"{folder}: not a trace, it holds no header.json")
     except OSError as error:  # a name too long, a folder that may not be entered
         raise InputError(f"{folder}: cannot be read: {error.strerror}") from error
-    try:
-        fields = json.loads(path.read_bytes(), object_pairs_hook=_once, parse_constant=_no_constant)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        # ValueError is JSONDecodeError, UnicodeDecodeError and a number of thousands of digits.
-        why = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise InputError(f"{path}: not JSON: {why}") from error
-    except _WrongField as error:
-        raise InputError(f"{path}: {error}") from error
+    fields = parse_json(read_bytes(path), str(path), nan=False)
     if not isinstance(fields, dict):
         raise InputError(f"{path}: not a JSON object")
     for name in _REQUIRED:
@@ -93,7 +104,7 @@ def read_header(folder: Path) -> tuple[TraceHeader, dict[str, int] | None, int]:
     version = fields["schema_version"]
     if isinstance(version, bool) or version != SCHEMA_VERSION:
         raise InputError(
-            f"{path}: field 'schema_version': schema_version {_shown(version)}, this simlab reads {SCHEMA_VERSION}; "
+            f"{path}: field 'schema_version': schema_version {shown(version)}, this simlab reads {SCHEMA_VERSION}; "
             "record or import again"
         )
     try:
@@ -102,7 +113,7 @@ def read_header(folder: Path) -> tuple[TraceHeader, dict[str, int] | None, int]:
         raise InputError(f"{path}: {error}") from error
 
 
-def _parse(fields: dict[str, Any]) -> tuple[TraceHeader, dict[str, int] | None, int]:
+def _parse(fields: dict[str, Any]) -> HeaderFile:
     types = get_type_hints(TraceHeader)
     header = TraceHeader(**{name: _read(name, fields[name], types[name]) for name in types if name in fields})
     rows: dict[str, int] | None = _read("rows", fields.get("rows"), dict[str, int] | None)
@@ -129,7 +140,8 @@ def _parse(fields: dict[str, Any]) -> tuple[TraceHeader, dict[str, int] | None, 
             )
     if header.expert_bytes > _INT64 >> 2:
         raise _WrongField(f"field 'entry_bytes': {header.expert_bytes} in all, must be below 2^61")
-    return header, rows, width
+    sha256: dict[str, str] | None = _read("part_sha256", fields.get("part_sha256"), dict[str, str] | None)
+    return HeaderFile(header, rows, width, sha256 or {})
 
 
 def _read(name: str, value: Any, kind: Any) -> Any:
@@ -182,7 +194,7 @@ def _read_object(name: str, value: Any, key_kind: Any, item_kind: Any) -> dict[A
         return {_read(name, key, str): _read(f"{name}.{key}", item, item_kind) for key, item in value.items()}
     for key in value:
         if not _LAYER.fullmatch(key):
-            raise _WrongField(f"field '{name}': {_shown(key)} is not a layer number")
+            raise _WrongField(f"field '{name}': {shown(key)} is not a layer number")
     return {int(key): _read(f"{name}.{key}", item, item_kind) for key, item in value.items()}
 
 
@@ -202,26 +214,4 @@ def _wrong(name: str, value: Any, wanted: str) -> _WrongField:
     at = f" of {'layer ' if field in _BY_LAYER else ''}{place}" if place else ""
     if field == "weight_rule":
         field, at = name, ""
-    return _WrongField(f"field '{field}': {field}{at} is {_shown(value)}, must be {wanted}")
-
-
-def _shown(value: Any) -> str:
-    """A JSON value, cut to what fits into a message."""
-    try:
-        text = json.dumps(value)
-    except (ValueError, RecursionError):
-        text = "a value too large to show"
-    return text if len(text) <= 60 else f"{text[:60]}..."
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise _WrongField(f"field {_shown(twice)} is there twice")
-    return fields
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
+    return _WrongField(f"field '{field}': {field}{at} is {shown(value)}, must be {wanted}")

@@ -41,14 +41,14 @@ def refuse_no_data(path: Path, head: bytes) -> None:
         raise InputError(f"{path}, line 1: a Git-LFS pointer, not the data; run 'git lfs pull' to fetch it")
 
 
-def parse_json(data: bytes, where: str) -> Any:
-    """A JSON value in which no object has a field twice; NaN and Infinity, which Python writes, are taken.
+def parse_json(data: bytes, where: str, nan: bool = True) -> Any:
+    """A JSON value in which no object has a field twice; with `nan`, as Python writes NaN and Infinity, too.
 
     Raises:
         InputError: not JSON; the text begins with `where`.
     """
     try:
-        return json.loads(data, object_pairs_hook=_once)
+        return json.loads(data, object_pairs_hook=_once, parse_constant=None if nan else _no_constant)
     except _Twice as error:
         raise InputError(f"{where}: {error}") from error
     except (ValueError, RecursionError) as error:
@@ -64,6 +64,10 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in names if names.count(name) > 1)
         raise _Twice(f"field {shown(twice)} is there twice")
     return fields
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
 
 
 def shown(value: Any) -> str:

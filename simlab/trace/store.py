@@ -19,12 +19,11 @@ from typing import Any, Self
 import polars as pl
 
 from simlab.errors import InputError, RunError, SimlabWarning
-from simlab.trace.header import read_header, write_header
+from simlab.trace.header import HeaderFile, read_header, write_header
+from simlab.trace.json_text import one_line
+from simlab.trace.parts import POLARS_FAILURES, part_sha256, scan_parts
 from simlab.trace.schema import TABLES, table_schema
 from simlab.types import DECODE, PREFILL, TraceHeader
-
-_FAILURES = (Exception, pl.exceptions.PanicException)
-"""What polars raises on a damaged file; a panic of its parquet reader is no Exception."""
 
 
 @dataclass(frozen=True)
@@ -68,19 +67,36 @@ def open_trace(path: str | os.PathLike[str]) -> Trace:
             unknown.
     """
     folder = Path(path)
-    header, promised, width = read_header(folder)
-    frames = {table: _scan(folder, table, header.n_expert, width) for table in TABLES}
-    if promised is None:
+    file = read_header(folder)
+    header, width = file.header, file.width
+    frames: dict[str, pl.LazyFrame] = {}
+    changed: list[Path] = []
+    for table in TABLES:
+        schema = table_schema(table, header.n_expert, width)
+        frames[table], others = scan_parts(folder, table, schema, file.part_sha256)
+        changed += others
+    if file.rows is None:
         frames = _complete_graphs(folder, frames)
     else:
         for table, frame in frames.items():
             found = _count(folder, table, frame)
-            if found != promised.get(table):
-                raise InputError(
-                    f"{folder}/{table}: {found} rows, header.json promises {promised.get(table)}"
-                )
+            if found != file.rows[table]:
+                raise InputError(f"{folder}/{table}: {found} rows, header.json promises {file.rows[table]}")
     _check_routing(folder, header, frames["routing"])
-    return Trace(folder, header, width, _count(folder, "routing", frames["routing"]), **frames)
+    trace = Trace(folder, header, width, _count(folder, "routing", frames["routing"]), **frames)
+    if changed:
+        _warn_of_changes(changed)
+    return trace
+
+
+def _warn_of_changes(changed: list[Path]) -> None:
+    others = f" (and {len(changed) - 1} other parts)" if len(changed) > 1 else ""
+    warnings.warn(
+        f"{changed[0]}{others}: not what was recorded, its part_sha256 in header.json differs; if nobody edited it, "
+        "it is damaged: copy the trace again",
+        SimlabWarning,
+        stacklevel=3,
+    )
 
 
 def _check_routing(folder: Path, header: TraceHeader, routing: pl.LazyFrame) -> None:
@@ -114,33 +130,11 @@ def _check_routing(folder: Path, header: TraceHeader, routing: pl.LazyFrame) -> 
             )
 
 
-def _scan(folder: Path, table: str, n_expert: int, width: int) -> pl.LazyFrame:
-    schema = table_schema(table, n_expert, width)
-    parts = sorted((folder / table).glob("part-*.parquet"))
-    if not parts:
-        return pl.LazyFrame(schema=schema)
-    frame = pl.scan_parquet(parts, glob=False)
-    try:
-        found = frame.collect_schema()
-    except _FAILURES as error:
-        raise InputError(f"{folder}/{table}: a part is not parquet: {_first_line(error)}") from error
-    for name, dtype in schema.items():
-        if name not in found:
-            raise InputError(f"{folder}/{table}: column '{name}' is missing")
-        if found[name] != dtype:
-            raise InputError(f"{folder}/{table}: column '{name}' is {found[name]}, should be {dtype}")
-    return frame.select(list(schema))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
-
-
 def _collect(folder: Path, table: str, frame: pl.LazyFrame) -> pl.DataFrame:
     try:
         return frame.collect()
-    except _FAILURES as error:
-        raise InputError(f"{folder}/{table}: cannot be read: {_first_line(error)}") from error
+    except POLARS_FAILURES as error:
+        raise InputError(f"{folder}/{table}: cannot be read: {one_line(error)}") from error
 
 
 def _count(folder: Path, table: str, frame: pl.LazyFrame) -> int:
@@ -225,6 +219,7 @@ class TraceWriter:
         self._pending: dict[str, list[pl.DataFrame]] = {table: [] for table in TABLES}
         self._rows: dict[str, int] = dict.fromkeys(TABLES, 0)
         self._parts = 0
+        self._sha256: dict[str, str] = {}
         self._guard(self._create, "nothing was written")
 
     def _create(self) -> None:
@@ -236,7 +231,7 @@ class TraceWriter:
         try:
             for folder in folders:
                 folder.mkdir(parents=True, exist_ok=True)
-            write_header(self.folder, self.header, None, self.width)
+            write_header(self.folder, HeaderFile(self.header, None, self.width, {}))
         except BaseException:
             with contextlib.suppress(OSError):
                 (self.folder / "header.json.tmp").unlink(missing_ok=True)
@@ -250,7 +245,7 @@ class TraceWriter:
             action()
         except (OSError, pl.exceptions.PolarsError) as error:
             # Polars reports a full disk as an error of its own, without an errno.
-            why = getattr(error, "strerror", None) or _first_line(error)
+            why = getattr(error, "strerror", None) or one_line(error)
             raise RunError(f"{self.folder}: writing the trace failed: {why}; {left}") from error
 
     def add(self, table: str, columns: Mapping[str, Any]) -> None:
@@ -276,10 +271,12 @@ class TraceWriter:
             temporary = target.with_suffix(".tmp")
             try:
                 frame.write_parquet(temporary, compression="zstd", statistics=True)
+                sha256 = part_sha256(temporary)
                 os.replace(temporary, target)
             finally:
                 temporary.unlink(missing_ok=True)
             self._rows[table] += frame.height
+            self._sha256[f"{table}/{name}"] = sha256
             self._pending[table] = []
             wrote = True
         self._parts += wrote
@@ -287,11 +284,9 @@ class TraceWriter:
     def close(self) -> None:
         """Flush and mark the trace complete."""
         self.flush()
-        self._guard(
-            lambda: write_header(
-                self.folder, dataclasses.replace(self.header, complete=True), self._rows, self.width
-            )
-        )
+        complete = dataclasses.replace(self.header, complete=True)
+        file = HeaderFile(complete, self._rows, self.width, self._sha256)
+        self._guard(lambda: write_header(self.folder, file))
 
     def __enter__(self) -> Self:
         return self
