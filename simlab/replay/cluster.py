@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import socket
 import sys
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from typing import Any
 from simlab.cells import make_step
 from simlab.errors import InputError, RunError, SimlabError
 from simlab.policy import find_eviction, find_routing
+from simlab.policy_check import one_line
 from simlab.replay.groups import Group, Progress
 from simlab.replay.parts import code_digest
 from simlab.replay.run import sweep
@@ -28,6 +30,7 @@ from simlab.types import Budget, Cell, CellNumbers, Route, Scope, Step
 
 RETRIES = 3
 """How often a group is run again whose worker died."""
+_CONNECT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -159,11 +162,9 @@ def run_on_ray(
             try:
                 found: Any = ray.get(ready)
             except ray.exceptions.RayTaskError as error:
-                raise RunError(
-                    f"--ray: a group of cells failed: {str(error.cause).splitlines()[0]}"
-                ) from error
+                raise RunError(f"--ray: a group of cells failed: {one_line(error.cause)}") from error
             except ray.exceptions.RayError as error:
-                raise RunError(f"--ray: a group of cells failed: {str(error).splitlines()[0]}") from error
+                raise RunError(f"--ray: a group of cells failed: {one_line(error)}") from error
             if isinstance(found, SimlabError):
                 raise found
             yield group, [replace(n, cell=cells[i]) for i, n in zip(group.places, found, strict=True)]
@@ -184,12 +185,26 @@ def _connect(address: str) -> bool:
         return False
     kind, _, n = address.partition(":")
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    if kind != "local":
+        _probe(address)
     try:
         if kind == "local":
             cores = int(n) if n else len(os.sched_getaffinity(0))
             ray.init(address="local", num_cpus=cores, include_dashboard=False, **quiet)
         else:
             ray.init(address=address, **quiet)
-    except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
-        raise InputError(f"--ray {address}: cannot be reached: {str(error).splitlines()[0]}") from error
+    # Ray ends the process where it finds no cluster behind an open port.
+    except (ConnectionError, ValueError, RuntimeError, TimeoutError, SystemExit) as error:
+        raise InputError(f"--ray {address}: cannot be reached: {one_line(error)}") from error
     return True
+
+
+def _probe(address: str) -> None:
+    """Refuse a host and port that nobody answers at; Ray itself would try for minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise InputError(f"--ray {address}: cannot be reached: {one_line(error)}") from error
