@@ -1,8 +1,9 @@
 """Queues with a second chance, and two segments: CLOCK, SIEVE, segmented LRU.
 
-All keep a place in a line per entry. A batch's misses join its end in the order of their last occurrence; its
-hits set a mark. The batch's own entries are passed over, mark and all. Sources below each; the rules for
-batches are this project's, since the originals handle one access at a time.
+All keep a place in a line per entry. A batch's hits set a mark; then entries leave until the budget holds; then
+its misses join the line's end in the order of their last occurrence, as the originals make room before they
+insert. The batch's hits are passed over, mark and all. Sources below each; the rules for batches are this
+project's, since the originals handle one access at a time.
 """
 
 from simlab.policy import whole_cache
@@ -11,10 +12,14 @@ from simlab.whole_cache import evict_in_order, evict_one_by_one, held, join, low
 _LAST = 2**62
 
 
-def enter(xp, cache, state):
-    """Places, the line's end and marks after a batch's misses joined and its hits were marked."""
-    place, end = join(xp, cache, cache.touched & ~cache.hit, state["place"], state["end"])
-    return place, end, xp.where(cache.touched, 1 * cache.hit, state["used"])
+def marked(xp, cache, state):
+    """1 for entries used since they came or were last looked at, else 0."""
+    return xp.where(cache.touched, 1 * cache.hit, state["used"])
+
+
+def in_line(cache, c):
+    """bool `[N, ...]`: entries that are in line: those in RAM but the batch's misses."""
+    return cache.resident & ~c["leaving"] & ~(cache.touched & ~cache.hit)
 
 
 @whole_cache(
@@ -24,10 +29,9 @@ def enter(xp, cache, state):
 )
 def clock(xp, cache, state, knobs):
     """CLOCK: first in first out, but an entry used since it was last looked at goes once more around."""
-    place, end, used = enter(xp, cache, state)
 
     def step(others, c):
-        hand = lowest(xp, cache.resident & ~c["leaving"], c["place"])
+        hand = lowest(xp, in_line(cache, c), c["place"])
         own = (hand & cache.touched).any(axis=0)
         spared = own | (of(xp, hand, c["used"]) > 0)
         return hand & ~spared, {
@@ -36,8 +40,10 @@ def clock(xp, cache, state, knobs):
             "end": c["end"] + 1,
         }
 
-    leaving, c = evict_one_by_one(xp, cache, step, place=place, used=used, end=end)
-    return leaving, {"place": c["place"], "used": c["used"], "end": c["end"]}
+    carry = {"place": state["place"], "used": marked(xp, cache, state), "end": state["end"]}
+    leaving, c = evict_one_by_one(xp, cache, step, **carry)
+    place, end = join(xp, cache, cache.touched & ~cache.hit, c["place"], c["end"])
+    return leaving, {"place": place, "used": c["used"], "end": end}
 
 
 @whole_cache(
@@ -47,13 +53,13 @@ def clock(xp, cache, state, knobs):
 )
 def sieve(xp, cache, state, knobs):
     """SIEVE: a hand goes from old to new, takes marks off and evicts the first entry without one; nothing moves."""
-    place, end, used = enter(xp, cache, state)
+    place = state["place"]
 
     def step(others, c):
-        left = cache.resident & ~c["leaving"]
-        ahead = left & (place >= c["hand"])
-        # At the newest entry the hand starts over from the oldest.
-        at = lowest(xp, xp.where(ahead.any(axis=0), ahead, left), place)
+        line = in_line(cache, c)
+        ahead = line & (place >= c["hand"])
+        # From the newest entry the hand goes on to the oldest.
+        at = lowest(xp, xp.where(ahead.any(axis=0), ahead, line), place)
         own = (at & cache.touched).any(axis=0)
         spared = own | (of(xp, at, c["used"]) > 0)
         return at & ~spared, {
@@ -61,8 +67,12 @@ def sieve(xp, cache, state, knobs):
             "hand": of(xp, at, place) + 1,
         }
 
-    leaving, c = evict_one_by_one(xp, cache, step, used=used, hand=state["hand"])
-    return leaving, {"place": place, "used": c["used"], "end": end, "hand": c["hand"]}
+    leaving, c = evict_one_by_one(xp, cache, step, used=marked(xp, cache, state), hand=state["hand"])
+    # It goes on from there before this batch's misses join, which it would take for the next.
+    ahead = in_line(cache, c) & (place >= c["hand"])
+    hand = xp.where(ahead.any(axis=0), c["hand"], 0)
+    place, end = join(xp, cache, cache.touched & ~cache.hit, place, state["end"])
+    return leaving, {"place": place, "used": c["used"], "end": end, "hand": hand}
 
 
 _PROTECTED_TENTHS = 8

@@ -23,7 +23,7 @@ from simlab.cells import build_cells
 from simlab.replay.run import sweep
 from simlab.trace.store import Trace
 
-N_EXPERT, N_TOKENS, K, SIZE = 64, 3000, 4, 1000
+N_EXPERT, N_TOKENS, K, SIZE = 64, 3000, 4, 1
 CAPACITIES = (10, 20, 40)
 """Entries: whole tenths, halves and quarters, so that shares are whole entries too."""
 PAIRS: dict[str, tuple[str, dict[str, Any], str]] = {

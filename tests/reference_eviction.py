@@ -218,22 +218,21 @@ def by_position(entries: Iterable[Entry], c: Close) -> list[Entry]:
 
 
 class SecondChance(Evicter):
-    """A line, oldest first, and the entries used since they were last looked at."""
+    """A line, oldest first, and the entries used since they were last looked at; misses join after evictions."""
 
     def __init__(self) -> None:
         self.line: list[Entry] = []
         self.used: set[Entry] = set()
 
     def close(self, c: Close) -> list[Entry]:
-        missed = by_position(set(c.touched) - c.hits, c)
-        self.line += missed
-        self.used = (self.used - set(missed)) | c.hits
+        self.used |= c.hits
         over, victims = c.over, []
         while over > 0 and any(e not in c.touched for e in self.line):
             victim = self.look(c)
             if victim is not None:
                 victims.append(victim)
                 over -= c.sizes[victim]
+        self.line += by_position(set(c.touched) - c.hits, c)
         return victims
 
     def look(self, c: Close) -> Entry | None:
@@ -253,15 +252,17 @@ class Sieve(SecondChance):
         self.hand = 0
 
     def look(self, c: Close) -> Entry | None:
+        entry, victim = self.line[self.hand], None
+        if entry in c.touched:
+            self.hand += 1
+        elif entry in self.used:
+            self.used.discard(entry)
+            self.hand += 1
+        else:
+            victim = self.line.pop(self.hand)
         if self.hand >= len(self.line):
             self.hand = 0
-        entry = self.line[self.hand]
-        if entry in c.touched or entry in self.used:
-            if entry not in c.touched:
-                self.used.discard(entry)
-            self.hand += 1
-            return None
-        return self.line.pop(self.hand)
+        return victim
 
 
 class Slru(Evicter):
