@@ -19,6 +19,8 @@ from simlab.record.llama import log_probability
 from simlab.record.plan import wide_graphs
 from simlab.record.reads import FinishedRead
 from simlab.record.recorder import Recorder
+from simlab.scores import router_mass
+from simlab.types import Gating
 
 HELD_OUT = EMBEDDED_MODEL.with_name("heldout.txt")
 TEXTS = tuple(EMBEDDED_MODEL.with_name(f"text-{name}.txt") for name in "bcd")
@@ -38,9 +40,9 @@ class LayerFigures(NamedTuple):
     load_experts: float
     """exp of the entropy of the load: how many equally loaded experts would be as uneven."""
     router_entropy: float
-    """Mean over tokens of the entropy of the softmax over all experts, in nats."""
+    """Mean over tokens of the entropy of the router's shares of all experts, in nats."""
     top_k_mass: float
-    """Mean over tokens of the share of the softmax on the k chosen."""
+    """Mean over tokens of the share of the k chosen."""
 
 
 class HeldOut(NamedTuple):
@@ -57,17 +59,15 @@ class HeldOut(NamedTuple):
 class _Loads(Recorder):
     """Adds up who was chosen, and how decidedly."""
 
-    def __init__(self, n_expert: int) -> None:
+    def __init__(self, n_expert: int, gating: Gating) -> None:
         self.counts: dict[int, np.ndarray] = {}
         self.sums: dict[int, np.ndarray] = {}
         self._n_expert = n_expert
+        self._gating: Gating = gating
 
     def on_batch(self, event: RoutingEvent) -> None:
         chosen = np.bincount(event.router_experts.ravel(), minlength=self._n_expert)
-        shifted = event.scores.astype(np.float64)
-        if shifted.min() < 0:
-            shifted = np.exp(shifted - shifted.max(axis=1, keepdims=True))
-        shares = shifted / shifted.sum(axis=1, keepdims=True)
+        shares = router_mass(event.scores, self._gating)
         entropy = -(shares * np.log(np.maximum(shares, 1e-300))).sum()
         mass = np.take_along_axis(shares, event.router_experts, axis=1).sum()
         self.counts[event.layer] = self.counts.get(event.layer, 0) + chosen
@@ -95,7 +95,9 @@ class _Loads(Recorder):
 def held_out(engine: Engine, text: bytes) -> HeldOut:
     """Score `text` in windows of the whole context; the engine's graphs must be as long."""
     engine.start(build_cells(budgets=["100%"], routes=["original"])[0])
-    tokens, loads, losses = engine.tokenize(text), _Loads(engine.header().n_expert), []
+    header = engine.header()
+    assert header.gating is not None  # an engine knows its model's
+    tokens, loads, losses = engine.tokenize(text), _Loads(header.n_expert, header.gating), []
     for plan in wide_graphs(len(tokens), engine.window):
         engine.forget_context()
         logits = engine.run_graph(plan, tokens[plan.start : plan.stop], None, loads).logits
