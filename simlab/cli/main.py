@@ -82,7 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _fail(f"error: {error}", error.exit_status, debug)
         except BrokenPipeError:
             # The reader of a pipe has gone; closing stdout keeps Python from complaining about it at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)
             return 1
         except BaseException as error:  # a panic of a Rust library is no Exception
             hint = "" if debug else " (run again with --debug)"
