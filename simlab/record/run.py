@@ -17,6 +17,7 @@ from simlab.record.engine import EMBEDDED_MODEL, Engine
 from simlab.record.gguf import read_gguf
 from simlab.record.machine import auto_budget
 from simlab.record.plan import SKIP
+from simlab.trace.measured import measured, measured_text
 from simlab.trace.store import open_trace, prepare_folder
 from simlab.types import DECODE, Step, TraceHeader
 
@@ -95,3 +96,5 @@ def record_command(args: argparse.Namespace) -> None:
         )
     n_tokens = trace.tokens.collect().height
     print(f"{out}: {trace.n_rows} routing rows of {n_tokens} graphs, {cell.route.name} at {cell.budget.text}")
+    if figures := measured_text(measured(trace)):
+        print(f"decode: {figures}")

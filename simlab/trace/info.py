@@ -9,6 +9,7 @@ from typing import Any
 
 import polars as pl
 
+from simlab.trace.measured import Measured, measured, measured_text
 from simlab.trace.schema import TABLES
 from simlab.trace.store import Trace, open_trace
 from simlab.types import DECODE, PREFILL
@@ -72,6 +73,7 @@ def trace_info(path: str | os.PathLike[str]) -> dict[str, Any]:
         "cpu": header.cpu,
         "created": header.created,
         **_counts(trace),
+        "measured": measured(trace)._asdict(),
         "disk_bytes": _disk_bytes(trace.path),
         "warnings": _warnings(trace),
     }
@@ -184,6 +186,7 @@ def info_lines(info: dict[str, Any]) -> Sequence[str]:
         "policy": policy,
         "engine": known(info["engine"], f"{info['engine']} {info['engine_version'] or ''}".strip())
         + f", reads {info['io_mode'] or 'unknown'}",
+        "measured": measured_text(Measured(**info["measured"])) or "nothing",
         "on disk": ", ".join(f"{table} {size / _MIB:.2f} MiB" for table, size in disk.items()),
     }
     return [f"{name:<12}{text}" for name, text in facts.items()] + [
