@@ -7,11 +7,15 @@ import json
 from typing import Any
 
 from simlab.cli.options import (
+    AS_RECORDED,
+    PAGES,
+    TABLES,
     add_cell_options,
     add_force,
     add_json,
+    add_trace,
     cells_from_args,
-    check_output,
+    output_file,
     warn_about_cells,
 )
 from simlab.cli.output import Progress, align, json_value, print_json, say_written, write_frame, write_whole
@@ -25,7 +29,7 @@ def add_commands(commands: Any) -> None:
         description="Hits and bytes read by an LRU cache of every size, exactly, from one pass over the "
         "router's own routing.",
     )
-    parser.add_argument("trace", metavar="T.trace")
+    add_trace(parser)
     parser.add_argument(
         "--scope",
         choices=("global", "per_layer"),
@@ -44,8 +48,8 @@ def add_commands(commands: Any) -> None:
         description="Take the misses of one cell apart (left out: the cell the trace was recorded at): what is "
         "cold, what a better eviction would hit, what the budget has no room for.",
     )
-    parser.add_argument("trace", metavar="T.trace")
-    add_cell_options(parser, lists=False)
+    add_trace(parser)
+    add_cell_options(parser, lists=False, default_budget=AS_RECORDED)
     add_json(parser)
     parser.add_argument("--chart", metavar="F.html", help="write the page with its chart")
     add_force(parser)
@@ -56,8 +60,8 @@ def _curve(args: argparse.Namespace) -> None:
     from simlab.replay.curve import at_budget, curve_to_json, landmarks, lru_curve
     from simlab.trace.store import open_trace
 
-    out = check_output(args.out, "--out", args.force, (".parquet", ".csv")) if args.out else None
-    chart = check_output(args.chart, "--chart", args.force, (".html",)) if args.chart else None
+    out = output_file(args, "out", TABLES)
+    chart = output_file(args, "chart", PAGES)
     trace = open_trace(args.trace)
     curve = lru_curve(trace, args.scope)
     if out is not None:
@@ -101,7 +105,7 @@ def _number(value: float | None, digits: int, scale: float = 1) -> str:
 def _explain(args: argparse.Namespace) -> None:
     from simlab.trace.store import open_trace
 
-    chart = check_output(args.chart, "--chart", args.force, (".html",)) if args.chart else None
+    chart = output_file(args, "chart", PAGES)
     trace = open_trace(args.trace)
     (cell,) = cells_from_args(args, recorded=trace.header)
     warn_about_cells([cell], trace.header)

@@ -5,10 +5,19 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from simlab.cli.options import add_cell_options, add_engine_options, add_force, add_json, whole_number
+from simlab.cli.options import (
+    AS_MEMORY_ALLOWS,
+    AS_RECORDED,
+    add_cell_options,
+    add_engine_options,
+    add_force,
+    add_json,
+    add_model,
+    add_trace,
+    whole_number,
+)
+from simlab.cli.output import TABLE_LEGEND
 from simlab.errors import InputError
-
-_MODEL_HELP = "a GGUF file, its first shard if split; left out, the embedded model"
 
 
 def add_commands(commands: Any) -> None:
@@ -27,7 +36,7 @@ def add_commands(commands: Any) -> None:
         help="run a model and record a trace",
         description="Run a model on a text, or let it generate, and record every routing.",
     )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=_MODEL_HELP)
+    add_model(parser)
     parser.add_argument("--out", required=True, metavar="T.trace", help="the trace folder to write")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--text", metavar="FILE", help="score this text, one token per graph")
@@ -43,7 +52,7 @@ def add_commands(commands: Any) -> None:
         help="let a turn follow on the one before, its context kept too",
     )
     parser.add_argument("-n", type=whole_number(1), metavar="N", help="tokens to generate after --prompt")
-    add_cell_options(parser, lists=False)
+    add_cell_options(parser, lists=False, default_budget=AS_MEMORY_ALLOWS)
     add_engine_options(parser)
     add_force(parser)
     parser.set_defaults(run=_record)
@@ -52,10 +61,11 @@ def add_commands(commands: Any) -> None:
         "validate",
         help="replay beside live runs of the same token ids",
         description="Run the trace's token ids live under each cell, with the replay's numbers beside.",
+        epilog=TABLE_LEGEND,
     )
-    parser.add_argument("trace", metavar="T.trace")
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=_MODEL_HELP)
-    add_cell_options(parser, lists=True)
+    add_trace(parser)
+    add_model(parser)
+    add_cell_options(parser, lists=True, default_budget=AS_RECORDED)
     add_engine_options(parser)
     add_json(parser)
     parser.set_defaults(run=_validate)

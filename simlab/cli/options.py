@@ -30,6 +30,12 @@ FEW_EXPERTS = 4
 """At this k or below one dropped slot is a large share of a token (engine-semantics, section 2)."""
 
 
+AS_RECORDED = "the one the trace was recorded at"
+AS_MEMORY_ALLOWS = "all experts, or what free memory holds of them"
+TABLES, PAGES = (".parquet", ".csv"), (".html",)
+"""Endings of the files that commands write."""
+
+
 def whole_number(low: int, high: int | None = None) -> Callable[[str], int]:
     """An argparse type: a whole number between `low` and `high`."""
 
@@ -80,9 +86,25 @@ def _specs(lists: bool) -> Callable[[str], list[str]]:
     return parse
 
 
-def add_cell_options(parser: argparse.ArgumentParser, lists: bool) -> None:
+def add_trace(parser: argparse.ArgumentParser) -> None:
+    """`T.trace`, the trace a command is about, stored as `trace`."""
+    parser.add_argument("trace", metavar="T.trace", help="the trace's folder")
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """`[MODEL]`, stored as `model`; None: the embedded one."""
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a GGUF file, its first shard if split; left out, the embedded model",
+    )
+
+
+def add_cell_options(parser: argparse.ArgumentParser, lists: bool, default_budget: str) -> None:
     """The options that make a cell; with `lists`, each takes several values and every combination is a cell.
 
+    `default_budget` says what a command takes where `--budget` is left out: `AS_RECORDED` or `AS_MEMORY_ALLOWS`.
     Each is stored as a list of words or None: `budget, margin, drop, top_k, route, evict`; `scope` and `train`
     are words, `sequential` is a bool.
     """
@@ -92,7 +114,11 @@ def add_cell_options(parser: argparse.ArgumentParser, lists: bool) -> None:
     def add(name: str, metavar: str, text: str) -> None:
         group.add_argument(f"--{name}", type=_values(name, lists), metavar=metavar + several, help=text)
 
-    add("budget", "B", "cache size: 2000MiB, 2.5cycles (token cycles), 48/layer, 25%% or off")
+    add(
+        "budget",
+        "B",
+        f"cache size: 2000MiB, 2.5cycles (token cycles), 48/layer, 25%% or off; left out, {default_budget}",
+    )
     add("margin", "L", "short for --route substitute:L=; 0 to 1")
     add("drop", "F", "short for --route drop_cold:F=; 0 to 1")
     add("top-k", "K", "experts per token, whatever the model was trained with")
@@ -306,6 +332,16 @@ def warn_about_cells(cells: Sequence[Cell], header: TraceHeader) -> None:
 
 def _warn(text: str) -> None:
     warnings.warn(text, SimlabWarning, stacklevel=3)
+
+
+def output_file(args: argparse.Namespace, name: str, suffixes: Sequence[str]) -> Path | None:
+    """The file that the option `--name` asks for, checked before any work starts; None where it was not given.
+
+    Raises:
+        InputError: it exists, cannot be created or has the wrong kind.
+    """
+    path = getattr(args, name)
+    return None if path is None else check_output(path, f"--{name}", args.force, suffixes)
 
 
 def check_output(path: str, option: str, force: bool, suffixes: Sequence[str]) -> Path:

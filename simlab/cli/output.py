@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     import polars as pl
 
 LIVE_FIELDS = ("tok_s", "wall_ms_per_token", "read_wait_ms_per_token", "ppl", "nll")
+TABLE_LEGEND = (
+    "Columns of the table, decode only: cycles = budget in token cycles; hit % of the expert lookups; MiB/token read;\n"
+    "cold = first misses of an expert, capacity = the others; subst. %, dropped % of the routed slots;\n"
+    "mass = router probability that this loses; agree = share of the router's own experts that ran."
+)
 _SHOW_AFTER_S = 2.0
 _REDRAW_S = 0.25
 _LINE_S = 20.0
@@ -107,7 +112,7 @@ def cells_from_frame(frame: pl.DataFrame, cells: Sequence[Cell]) -> list[CellNum
 
 
 def table(cells: Sequence[CellNumbers]) -> str:
-    """Cells for reading: the decode numbers, one line each, simulated ones marked as such."""
+    """Cells for reading: the decode numbers, one line each, simulated ones marked as such; on a terminal, a legend."""
 
     def number(value: float | None, form: str) -> str:
         return "-" if value is None or not math.isfinite(value) else format(value, form)
@@ -145,7 +150,7 @@ def table(cells: Sequence[CellNumbers]) -> str:
                 *([c.note or ""] if notes else []),
             ]
         )
-    return align(lines)
+    return align(lines) + (f"\n{TABLE_LEGEND}" if sys.stdout.isatty() else "")
 
 
 def align(lines: Sequence[Sequence[str]]) -> str:

@@ -9,15 +9,20 @@ from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any
 
 from simlab.cli.options import (
+    AS_RECORDED,
+    PAGES,
+    TABLES,
     add_cell_options,
     add_force,
     add_json,
+    add_trace,
     cells_from_args,
-    check_output,
+    output_file,
     warn_about_cells,
     whole_number,
 )
 from simlab.cli.output import (
+    TABLE_LEGEND,
     Progress,
     cell_to_json,
     cells_to_frame,
@@ -46,9 +51,10 @@ def add_commands(commands: Any) -> None:
         "replay",
         help="replay a trace under one cell",
         description="Replay a trace under one policy and budget (left out: the one it was recorded at).",
+        epilog=TABLE_LEGEND,
     )
-    parser.add_argument("trace", metavar="T.trace")
-    add_cell_options(parser, lists=False)
+    add_trace(parser)
+    add_cell_options(parser, lists=False, default_budget=AS_RECORDED)
     add_json(parser)
     parser.add_argument("--slots", metavar="F.parquet", help="write one row per routed slot")
     parser.add_argument(
@@ -62,9 +68,10 @@ def add_commands(commands: Any) -> None:
         help="replay a trace under many cells at once",
         description="Replay traces under every combination of the cell options. With --out, finished groups of "
         "cells are kept beside it until the table is whole: the same command goes on where a killed one stopped.",
+        epilog=TABLE_LEGEND,
     )
     parser.add_argument("traces", metavar="T.trace", nargs="+")
-    add_cell_options(parser, lists=True)
+    add_cell_options(parser, lists=True, default_budget=AS_RECORDED)
     add_json(parser)
     parser.add_argument("--out", metavar="F.parquet|.csv", help="write the cells as a flat table")
     parser.add_argument("--chart", metavar="F.html", help="write a chart of the cells")
@@ -90,9 +97,10 @@ def _cells(args: argparse.Namespace, trace: Trace) -> list[Cell]:
 
 
 def _replay(args: argparse.Namespace) -> None:
+    from simlab.trace.measured import measured, measured_text
     from simlab.trace.store import open_trace
 
-    slots_path = check_output(args.slots, "--slots", args.force, (".parquet",)) if args.slots else None
+    slots_path = output_file(args, "slots", TABLES[:1])
     trace = open_trace(args.trace)
     (cell,) = _cells(args, trace)
     if slots_path is None and args.by is None:
@@ -115,13 +123,15 @@ def _replay(args: argparse.Namespace) -> None:
     print(table([numbers]))
     if by is not None:
         print("\n" + frame_table(by))
+    if figures := measured_text(measured(trace)):
+        print(f"measured when it was recorded, decode: {figures}")
 
 
 def _sweep(args: argparse.Namespace) -> None:
     from simlab.trace.store import open_trace
 
-    out = check_output(args.out, "--out", args.force, (".parquet", ".csv")) if args.out else None
-    chart = check_output(args.chart, "--chart", args.force, (".html",)) if args.chart else None
+    out = output_file(args, "out", TABLES)
+    chart = output_file(args, "chart", PAGES)
     if chart is not None and len(args.traces) > 1:
         raise InputError("--chart: shows one trace; give one")
     if args.ray is not None:

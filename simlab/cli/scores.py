@@ -6,10 +6,15 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from simlab.cli.options import add_cell_options, add_engine_options, add_json, whole_number
+from simlab.cli.options import (
+    AS_MEMORY_ALLOWS,
+    add_cell_options,
+    add_engine_options,
+    add_json,
+    add_model,
+    whole_number,
+)
 from simlab.errors import InputError
-
-_MODEL_HELP = "a GGUF file, its first shard if split; left out, the embedded model"
 
 
 def add_commands(commands: Any) -> None:
@@ -59,14 +64,14 @@ def add_commands(commands: Any) -> None:
 
 def _score(commands: Any, name: str, help_text: str, description: str) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=help_text, description=description)
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=_MODEL_HELP)
+    add_model(parser)
     parser.add_argument(
         "--resume",
         type=Path,
         metavar="F.jsonl",
         help="keep finished items in this file, and skip those it has",
     )
-    add_cell_options(parser, lists=True)
+    add_cell_options(parser, lists=True, default_budget=AS_MEMORY_ALLOWS)
     add_engine_options(parser)
     add_json(parser)
     return parser

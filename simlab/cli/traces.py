@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from simlab.cli.options import add_force, add_json, whole_number
+from simlab.cli.options import add_force, add_json, add_trace, whole_number
 from simlab.cli.output import print_json
 
 
@@ -26,7 +26,7 @@ def add_commands(commands: Any) -> None:
     parser.set_defaults(run=_import)
 
     parser = commands.add_parser("info", help="what a trace holds")
-    parser.add_argument("trace", metavar="T.trace")
+    add_trace(parser)
     add_json(parser)
     parser.set_defaults(run=_info)
 
