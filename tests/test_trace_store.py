@@ -367,10 +367,11 @@ def test_info_of_an_unfinished_recording_says_so(tmp_path: Path, capsys: pytest.
     assert "NOT complete" in shown.out
 
 
-def test_info_needs_no_jax(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["info", "curve"])
+def test_commands_that_need_no_jax(command: str, tmp_path: Path) -> None:
     folder = written(tmp_path / "t.trace")
     code = "import sys; from simlab.cli.main import main; main(sys.argv[1:]); print('jax' in sys.modules)"
     done = subprocess.run(
-        [sys.executable, "-c", code, "info", str(folder)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, command, str(folder)], capture_output=True, text=True, check=True
     )
     assert done.stdout.splitlines()[-1] == "False"

@@ -17,7 +17,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from simlab.errors import InputError
-from simlab.replay.speculation import speculative_column, speculative_entries
+from simlab.replay.early_reads import speculative_column, speculative_entries
 from simlab.scores import (
     gate_numerators,
     mass_before,
