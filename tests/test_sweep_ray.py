@@ -87,11 +87,14 @@ def pids(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Ray's own.
-def test_one_worker_killed_on_the_way(trace, tmp_path, pids, capsys):
+def test_one_worker_killed_on_the_way(trace, tmp_path, pids, monkeypatch):
     pytest.importorskip("ray")
     other = generate(make_header(), n_decode=12, seed=5).write(tmp_path / "other.trace")
     out = tmp_path / "s.parquet"
-    words = ["sweep", str(trace.path), str(other.path), "--budget", ",".join(BUDGETS), "--group", "3"]
+    # One of them at a URL, of which there is one copy on this machine.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    url = f"file://{other.path}"
+    words = ["sweep", str(trace.path), url, "--budget", ",".join(BUDGETS), "--group", "3"]
     words += [word for route in ROUTES for word in ("--route", route)]
     assert main([*words, "--ray", "local:2", "--out", str(out)]) == 0
     assert (pids / "killed").exists()
@@ -100,8 +103,8 @@ def test_one_worker_killed_on_the_way(trace, tmp_path, pids, capsys):
     assert str(os.getpid()) not in workers
     table = pl.read_parquet(out)
     cells = build_cells(budgets=BUDGETS, routes=ROUTES)
-    for one in (trace, other):
-        mine = table.filter(pl.col("trace") == str(one.path)).drop("trace")
+    for name, one in ((str(trace.path), trace), (url, other)):
+        mine = table.filter(pl.col("trace") == name).drop("trace")
         assert mine.equals(cells_to_frame(sweep(one, cells)))
     assert not Path(f"{out}.parts").exists()
 

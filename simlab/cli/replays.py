@@ -70,7 +70,9 @@ def add_commands(commands: Any) -> None:
         "cells are kept beside it until the table is whole: the same command goes on where a killed one stopped.",
         epilog=TABLE_LEGEND,
     )
-    parser.add_argument("traces", metavar="T.trace", nargs="+")
+    parser.add_argument(
+        "traces", metavar="T.trace", nargs="+", help="trace folders, or URLs such as s3://bucket/T.trace"
+    )
     add_cell_options(parser, lists=True, default_budget=AS_RECORDED)
     add_json(parser)
     parser.add_argument("--out", metavar="F.parquet|.csv", help="write the cells as a flat table")
@@ -128,6 +130,7 @@ def _replay(args: argparse.Namespace) -> None:
 
 
 def _sweep(args: argparse.Namespace) -> None:
+    from simlab.trace.remote import local_copy
     from simlab.trace.store import open_trace
 
     out = output_file(args, "out", TABLES)
@@ -138,7 +141,7 @@ def _sweep(args: argparse.Namespace) -> None:
         from simlab.replay.cluster import check_address
 
         check_address(args.ray)
-    traces = [open_trace(path) for path in args.traces]
+    traces = [open_trace(local_copy(path)) for path in args.traces]
     # Where cells are left to the recording, they must be the same cells for all traces.
     cells = _cells(args, traces[0])
     for trace in traces[1:]:
@@ -199,8 +202,7 @@ def _run_groups(
         if args.ray is not None and missing:
             from simlab.replay.cluster import run_on_ray
 
-            paths = [trace.path for trace in traces]
-            ran = run_on_ray(args.ray, paths, cells, missing, train=args.train, progress=progress)
+            ran = run_on_ray(args.ray, args.traces, cells, missing, train=args.train, progress=progress)
         else:
             ran = run_here(traces, cells, missing, train=args.train, progress=progress)
         # Closed at once on the way out, so that no cluster is left running.

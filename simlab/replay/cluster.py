@@ -1,6 +1,6 @@
 """Groups of a sweep spread over a Ray cluster. Optional: the extra `ray`.
 
-A task is a group of cells over a trace that every machine sees under the same path. Policies travel as what
+A task is a group of cells over a trace that every machine sees under the same path or URL. Policies travel as what
 the user wrote, not as code; a worker refuses to run with another simlab or another version of a policy file,
 so that whatever comes back is what this machine would have found. A group whose worker dies is run again.
 """
@@ -26,6 +26,7 @@ from simlab.policy_check import one_line
 from simlab.replay.groups import Group, Progress
 from simlab.replay.parts import code_digest
 from simlab.replay.run import sweep
+from simlab.trace.remote import local_copy
 from simlab.types import Budget, Cell, CellNumbers, Route, Scope, Step
 
 RETRIES = 3
@@ -109,7 +110,7 @@ def _run_group(
             )
         # Relative paths of traces, policies and training parts mean what they mean to the user.
         with contextlib.chdir(folder):
-            return sweep(trace, [_cell(w) for w in words], train=train)
+            return sweep(local_copy(trace), [_cell(w) for w in words], train=train)
     except SimlabError as error:
         return error
 
@@ -129,7 +130,7 @@ def check_address(address: str) -> None:
 
 def run_on_ray(
     address: str,
-    traces: Sequence[Path],
+    traces: Sequence[str],
     cells: Sequence[Cell],
     groups: Sequence[Group],
     *,
@@ -139,6 +140,7 @@ def run_on_ray(
     """Run groups on a cluster; each with its numbers as it finishes, in no particular order.
 
     Args:
+        traces: folders, or URLs, of which each machine makes its own copy (`simlab.trace.remote`).
         address: "local" or "local:N" starts workers on this machine, one per core or N; anything else is
             the address of a running cluster, as `ray.init` takes it.
 
@@ -154,7 +156,7 @@ def run_on_ray(
         waiting = {}
         for group in groups:
             words = [_words(cells[i]) for i in group.places]
-            waiting[run.remote(folder, code, str(traces[group.trace]), words, train)] = group
+            waiting[run.remote(folder, code, traces[group.trace], words, train)] = group
         total, done = sum(len(g.places) for g in groups), 0
         while waiting:
             (ready, *_), _rest = ray.wait(list(waiting), num_returns=1)
