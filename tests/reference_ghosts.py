@@ -6,6 +6,7 @@ they share no code with them. One object is the memory of one cache (`reference_
 
 from __future__ import annotations
 
+import functools
 import math
 from fractions import Fraction
 
@@ -16,9 +17,15 @@ def total(entries: list[Entry], c: Close) -> int:
     return sum(c.sizes[e] for e in entries)
 
 
+@functools.cache
+def exact(fraction: float) -> Fraction:
+    """The fraction as it is written: 0.9 is nine tenths."""
+    return Fraction(str(fraction))
+
+
 def part(fraction: float, c: Close) -> int:
-    """That share of the budget in whole bytes, the fraction as it is written."""
-    return math.floor(Fraction(str(fraction)) * c.capacity)
+    """That share of the budget in whole bytes."""
+    return math.floor(exact(fraction) * c.capacity)
 
 
 def forget(ghosts: list[Entry], limit: int, c: Close) -> None:

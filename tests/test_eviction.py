@@ -218,7 +218,7 @@ SPECS = {
 def test_replays_as_the_reference_has_them(name, tmp_path):
     """A part of a shipped trace, and an odd trace of the same shape, which share a program."""
     scores, budgets = "weighted" in name, ["5%", "30%", "6/layer", "70%"]
-    real, odd = shipped(3, 120, scores), unequal(64, 8, 35, scores)
+    real, odd = shipped(3, 80, scores), unequal(64, 8, 25, scores)
     assert_evicts_as_reference(real, SPECS[name], budgets, tmp_path / "real")
     assert_evicts_as_reference(odd, SPECS[name], budgets, tmp_path / "odd")
 

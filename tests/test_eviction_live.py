@@ -84,7 +84,7 @@ def reading_ahead():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("evict", ["least_stale", "s3fifo", "arc", "lirs", "wtinylfu"])
+@pytest.mark.parametrize("evict", ["least_stale", "s3fifo", "lirs"])
 def test_what_was_read_ahead_replays_slot_for_slot(reading_ahead, tokens, evict, tmp_path):
     cell = build_cells(budgets=["1.2cycles"], evicts=[evict])[0]
     trace = record(reading_ahead, tokens, cell, tmp_path / "t.trace")
