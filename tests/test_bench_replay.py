@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from typing import Any
 
 import numpy as np
 import pytest
@@ -133,7 +134,13 @@ def test_a_difference_stops_the_bench(hard, hard_cells, truth, monkeypatch):
 
 
 def test_what_the_loops_do_not_know_is_refused(hard):
-    for options in ({"evicts": ["lfu"]}, {"scope": "per_layer"}, {"routes": ["drop_cold:F=.5"]}):
+    others: list[dict[str, Any]] = [
+        {"evicts": ["lfu"]},
+        {"scope": "per_layer"},
+        {"routes": ["drop_cold:F=.5"]},
+        {"sequential": True},
+    ]
+    for options in others:
         with pytest.raises(InputError, match="the loop knows substitute with one global lru"):
             contenders.hand_written(hard.path, build_cells(budgets=["2cycles"], **options))
 
@@ -142,7 +149,7 @@ def test_what_the_loops_do_not_know_is_refused(hard):
 
 
 def test_a_generated_trace_is_in_order_and_the_same_whatever_its_parts(tmp_path, monkeypatch):
-    sizes = {"n_tokens": 30, "n_layers": 3, "n_expert": 16, "k": 4}
+    sizes: dict[str, Any] = {"n_tokens": 30, "n_layers": 3, "n_expert": 16, "k": 4}
     whole = generate_trace(tmp_path / "whole.trace", **sizes)
     monkeypatch.setattr("simlab.bench.generate._PART_BYTES", 5 * 3 * 16 * 4)
     cut = generate_trace(tmp_path / "cut.trace", **sizes)
