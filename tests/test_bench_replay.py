@@ -12,7 +12,7 @@ from synthetic import from_batches, generate, make_header, raw_logits
 
 from simlab.bench import contenders, history
 from simlab.bench.generate import PREFILL_TOKENS, generate_trace
-from simlab.bench.replay import check_counts, check_slots
+from simlab.bench.replay import check_counts, check_on_the_way, check_slots
 from simlab.bench.scaling import scaling
 from simlab.bench.workload import Workload, grid
 from simlab.cells import build_cells
@@ -58,6 +58,26 @@ def test_the_loop_gives_the_replayers_counts(hard, hard_cells, truth, variant):
     assert found.counts == truth
     assert found.whole_s >= found.alone_s > 0
     assert sum(found.stages.values()) == pytest.approx(found.whole_s)
+
+
+def test_the_loop_and_the_replayer_agree_on_the_way(hard, hard_cells, monkeypatch):
+    assert check_on_the_way(hard, hard_cells) >= hard.n_rows // 10
+    # One token's scores belong to other experts.
+    read = contenders.Loop._read
+
+    def other(self, start, stop):
+        rows = read(self, start, stop)
+        return rows._replace(values=np.roll(rows.values, 1, axis=1)) if start <= 60 < stop else rows
+
+    monkeypatch.setattr(contenders.Loop, "_read", other)
+    with pytest.raises(RunError, match=r"by the loop, up to row \d+"):
+        check_on_the_way(hard, hard_cells)
+
+
+@pytest.mark.parametrize("stretch", [1, 7])
+def test_a_stretch_ends_with_a_batch(hard, hard_cells, truth, stretch, monkeypatch):
+    monkeypatch.setattr(contenders, "_ROWS", stretch)
+    assert contenders.hand_written(hard.path, hard_cells, linked=True).counts == truth
 
 
 def test_the_loop_gives_the_replayers_slots(hard, hard_cells):
@@ -123,6 +143,7 @@ def test_a_difference_stops_the_bench(hard, hard_cells, truth, monkeypatch):
 
     def other(*args, **named):
         found = run(*args, **named)
+        assert found.slots is not None
         found.slots[0, 20, 1, 1] ^= 1
         return found
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -118,27 +118,73 @@ def hand_written(
         InputError: cells or a trace that the loop does not know (see `check_workload`).
     """
     start = time.perf_counter()
-    opened = open_trace(trace)
-    header = opened.header
-    check_workload(opened, cells)
-    run = loops.parallel if parallel else loops.one_core
-    margins = np.array([cell.margin or 0 for cell in cells], np.float32)
-    budgets = np.array([resolve_budget(c.budget, c.scope, header, opened.width).total_bytes for c in cells])
-    entry_bytes = np.array([header.entry_bytes[layer] for layer in header.moe_layers], np.int64)
-    state = loops.first_state(len(cells), len(entry_bytes), header.n_expert)
+    loop = Loop(open_trace(trace), cells, parallel=parallel, linked=linked)
     kept: list[NDArray[np.int32]] = []
-    alone_s = 0.0
-    for rows in _rows(opened):
-        n_kept = len(rows.layer) if slots else 0
-        told = np.empty((len(cells), n_kept, opened.width, 2), np.int32)
-        before = time.perf_counter()
-        run(rows, entry_bytes, margins, budgets, linked, state, told)
-        alone_s += time.perf_counter() - before
-        kept.append(told)
+    while loop.row < loop.n_rows:
+        kept.append(loop.advance(loop.row + _ROWS, slots=slots))
     whole_s = time.perf_counter() - start
-    counts = [_loop_counts(of_cell) for of_cell in state.counts]
-    stages = {"load and prepare": whole_s - alone_s, "loop": alone_s}
-    return Ran(counts, whole_s, alone_s, stages, np.concatenate(kept, axis=1) if slots else None)
+    stages = {"load and prepare": whole_s - loop.alone_s, "loop": loop.alone_s}
+    return Ran(loop.counts(), whole_s, loop.alone_s, stages, np.concatenate(kept, axis=1) if slots else None)
+
+
+class Loop:
+    """The loop over a trace, a stretch at a time."""
+
+    def __init__(self, trace: Trace, cells: Sequence[Cell], *, parallel: bool, linked: bool) -> None:
+        check_workload(trace, cells)
+        header = trace.header
+        self._trace = trace
+        self._columns = TraceColumns(trace)
+        if (self._columns.recorded < 0).any() or self._columns.speculative.shape[1]:
+            raise InputError(
+                f"{trace.path}: bench replay wants a trace without look-ahead and without empty slots"
+            )
+        self._phase = np.where(self._columns.counted, self._columns.decode, 2).astype(np.int8)
+        self._run = loops.parallel if parallel else loops.one_core
+        self._linked = linked
+        self._margins = np.array([cell.margin or 0 for cell in cells], np.float32)
+        budgets = [resolve_budget(c.budget, c.scope, header, trace.width).total_bytes for c in cells]
+        self._budgets = np.array(budgets, np.int64)
+        self._entry_bytes = np.array([header.entry_bytes[layer] for layer in header.moe_layers], np.int64)
+        self._state = loops.first_state(len(cells), len(header.moe_layers), header.n_expert)
+        self.n_rows = trace.n_rows
+        self.row = 0
+        """Rows below this one are done."""
+        self.alone_s = 0.0
+        """Seconds in the loop itself."""
+
+    def advance(self, stop: int, *, slots: bool = False) -> NDArray[np.int32]:
+        """Go on to row `stop`, or to the end of its batch; the slots, if asked for."""
+        stop = min(stop, self.n_rows)
+        # The loop keeps a batch's misses to itself until the batch ends.
+        stop += int(np.argmax(self._columns.batch_end[stop - 1 :]))
+        rows = self._read(self.row, stop)
+        told = np.empty((len(self._margins), (stop - self.row) * slots, self._trace.width, 2), np.int32)
+        before = time.perf_counter()
+        self._run(rows, self._entry_bytes, self._margins, self._budgets, self._linked, self._state, told)
+        self.alone_s += time.perf_counter() - before
+        self.row = stop
+        return told
+
+    def counts(self) -> list[Counts]:
+        """Of every cell, over the rows done."""
+        return [_loop_counts(of_cell) for of_cell in self._state.counts]
+
+    def _read(self, start: int, stop: int) -> loops.Rows:
+        columns, space, part = self._columns, self._trace.header.score_space, slice(start, stop)
+        assert space is not None
+        scores = self._trace.routing.select("scores").slice(start, stop - start)
+        values = ranking_values(self._trace.collect("routing", scores).to_series().to_numpy(), space)
+        return loops.Rows(
+            values=values,
+            range=row_statistics(values).range,
+            router=columns.recorded[part],
+            layer=columns.layer[part],
+            decode=columns.decode[part],
+            phase=self._phase[part],
+            batch_start=columns.batch_start[part],
+            batch_end=columns.batch_end[part],
+        )
 
 
 def check_workload(trace: Trace, cells: Sequence[Cell]) -> None:
@@ -157,32 +203,6 @@ def check_workload(trace: Trace, cells: Sequence[Cell]) -> None:
         known = cell.route.name in ("substitute", "original") and cell.evict == "lru" and not cell.sequential
         if not known or cell.scope != "global" or cell.budget.kind == "off":
             raise InputError(f"bench replay: the loop knows substitute with one global lru, not {cell}")
-
-
-def _rows(trace: Trace) -> Iterator[loops.Rows]:
-    """The rows a stretch at a time."""
-    columns = TraceColumns(trace)
-    if (columns.recorded < 0).any() or columns.speculative.shape[1]:
-        raise InputError(
-            f"{trace.path}: bench replay wants a trace without look-ahead and without empty slots"
-        )
-    space = trace.header.score_space
-    assert space is not None
-    phase = np.where(columns.counted, columns.decode, 2).astype(np.int8)
-    for start in range(0, columns.n_rows, _ROWS):
-        part = slice(start, min(start + _ROWS, columns.n_rows))
-        read = trace.collect("routing", trace.routing.select("scores").slice(start, part.stop - start))
-        values = ranking_values(read.to_series().to_numpy(), space)
-        yield loops.Rows(
-            values=values,
-            range=row_statistics(values).range,
-            router=columns.recorded[part],
-            layer=columns.layer[part],
-            decode=columns.decode[part],
-            phase=phase[part],
-            batch_start=columns.batch_start[part],
-            batch_end=columns.batch_end[part],
-        )
 
 
 def _loop_counts(of_cell: NDArray[np.int64]) -> Counts:

@@ -1,9 +1,9 @@
 """`simlab bench replay`: the replayer beside loops written by hand, on identical work, in one process.
 
-First every contender replays every cell and all counts must be equal, and every slot of some cells; only then
-are they timed, in turns, there and back. The figures are nanoseconds per routing event and cell, a routing
-event being one token at one MoE layer, and how many times the replayer's time each contender takes, taken
-within a repeat, so that a machine that slows down for a while slows all of them.
+First every contender replays every cell and all counts must be equal, at the end and after every token, and
+every slot of some cells; only then are they timed, in turns, there and back. The figures are nanoseconds per
+routing event and cell, a routing event being one token at one MoE layer, and how many times the replayer's time
+each contender takes, taken within a repeat, so that a machine that slows down for a while slows all of them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from simlab.bench import contenders
 from simlab.bench.contenders import Ran
 from simlab.bench.workload import Workload, of_original_routing
 from simlab.errors import RunError
+from simlab.replay.run import Replayer
 from simlab.replay.slots import replay_slots
 from simlab.trace.store import Trace, open_trace
 from simlab.types import Cell
@@ -29,6 +30,8 @@ from simlab.types import Cell
 REPLAYER = "replayer"
 N_SLOT_CELLS = 8
 """Cells compared slot for slot, spread evenly over all."""
+MOST_STOPS = 400
+"""How often, at most, counts are compared on the way through a trace."""
 
 Progress = Callable[[float], None]
 
@@ -133,6 +136,7 @@ def compare(
     return {
         "first_run_s": first_s,
         "cells_equal": len(cells),
+        "stops_equal": check_on_the_way(trace, cells),
         "slots_equal": {"cells": len(places), "slots": n_slots},
     }
 
@@ -146,6 +150,29 @@ def check_counts(name: str, cell: Cell, found: contenders.Counts, truth: contend
                     f"bench replay: at {cell.budget.text}, margin {cell.margin}: {phase} {what} is "
                     f"{truth[phase][what]} by the replayer and {value} by {name}"
                 )
+
+
+def check_on_the_way(trace: Trace, cells: Sequence[Cell]) -> int:
+    """Hold all counts of all cells to the loop's after every few rows; how often they were compared.
+
+    What the replayer is timed with keeps no slots, so that this is the finest its own numbers can be compared.
+
+    Raises:
+        RunError: the first count that differs.
+    """
+    replayer = Replayer(trace, cells)
+    loop = contenders.Loop(trace, cells, parallel=False, linked=True)
+    # A token, unless the trace is long.
+    step = max(len(trace.header.moe_layers), trace.n_rows // MOST_STOPS)
+    stops = 0
+    while loop.row < loop.n_rows:
+        # The loop stops at the ends of batches, where the replayer can stop too.
+        loop.advance(loop.row + step)
+        replayer.advance(loop.row - replayer.row)
+        for cell, found, numbers in zip(cells, loop.counts(), replayer.numbers(), strict=True):
+            check_counts(f"the loop, up to row {loop.row}", cell, found, contenders.counts_of(numbers))
+        stops += 1
+    return stops
 
 
 def check_slots(trace: Trace, cell: Cell) -> int:

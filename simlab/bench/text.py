@@ -35,8 +35,8 @@ def comparison(found: dict[str, Any]) -> str:
         [
             f"{work['trace']}: {work['rows']} routing events, {work['layers']} MoE layers, {work['experts']} experts, "
             f"top {work['k']}; {work['cells']} cells, {found['repeats']} repeats in turns",
-            f"Equal before timing: all counts of {found['cells_equal']} cells, {equal['slots']} slots of "
-            f"{equal['cells']} cells",
+            f"Equal before timing: all counts of {found['cells_equal']} cells at {found['stops_equal']} places, "
+            f"{equal['slots']} slots of {equal['cells']} cells",
             "",
             "Nanoseconds per routing event and cell, and times the replayer's; median [least..most].",
             "Whole is from the trace's folder to the counts; alone leaves out reading and preparing the rows.",
