@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from simlab.errors import InputError, SimlabWarning
 from simlab.trace.facts import Facts
-from simlab.trace.json_text import one_line, read_bytes, shown
+from simlab.trace.reading import one_line, read_bytes, shown
 from simlab.trace.routings import Routings
 
 NAMES: dict[str, tuple[str, ...]] = {

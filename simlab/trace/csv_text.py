@@ -12,13 +12,14 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
 from simlab.errors import InputError
+from simlab.trace.reading import read_bytes
 
 INT32 = (1 << 31) - 1
 """Largest turn, step and lane: the tables hold them in 32 bits."""
@@ -28,7 +29,6 @@ MAX_EXPERT, MAX_LAYER = 65_535, (1 << 15) - 1
 MAX_ENTRY_BYTES = (1 << 40) - 1
 
 _COMMENT = re.compile(rb"(?m)^#[^\n]*")
-_GIT_LFS = b"version https://git-lfs"
 _INDEX = "\0row"
 """Name of the row number column; no column of a file has it, because a NUL makes a file binary."""
 _LAST = (1 << 32) - 1
@@ -39,6 +39,7 @@ _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
 T = TypeVar("T", int, float)
+IoMode = Literal["direct", "buffered"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,11 @@ class Words:
     def number(self, name: str, low: float, high: float) -> float | None:
         """A word as a finite number between `low` and `high`."""
         return self._number(name, low, high, _NUMBER, float, "a number")
+
+    def io_mode(self) -> IoMode | None:
+        """How the engine read its files, by the word `o_direct`; null where it is missing or neither 0 nor 1."""
+        modes: dict[str | None, IoMode] = {"1": "direct", "0": "buffered"}
+        return modes.get(self.text("o_direct"))
 
     def _number(
         self, name: str, low: T, high: T, form: re.Pattern[str], convert: Callable[[str], T], wanted: str
@@ -217,16 +223,7 @@ def read_csv_text(path: Path) -> CsvText:
 
 
 def _read(path: Path) -> bytes:
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file") from None
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-    if not data.strip():
-        raise InputError(f"{path}: the file is empty")
-    if data.startswith(_GIT_LFS):
-        raise InputError(f"{path}, line 1: a Git-LFS pointer, not the data; run 'git lfs pull' to fetch it")
+    data = read_bytes(path)
     data = data.removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n")
     place = data.find(b"\0")
     if place >= 0:

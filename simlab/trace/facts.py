@@ -20,7 +20,8 @@ from typing import Any, cast
 
 from simlab.errors import InputError
 from simlab.trace.csv_text import EXACT, INT32, MAX_ENTRY_BYTES, MAX_EXPERT, MAX_LAYER
-from simlab.trace.json_text import parse_json, read_bytes, shown
+from simlab.trace.json_text import parse_json
+from simlab.trace.reading import read_bytes, shown
 from simlab.types import Gating, ScoreSpace, WeightRule
 
 FIELDS = (

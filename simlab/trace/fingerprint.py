@@ -18,7 +18,7 @@ import numpy as np
 from simlab.errors import InputError
 from simlab.trace.csv_text import INT32, MAX_LAYER
 from simlab.trace.facts import Facts
-from simlab.trace.json_text import shown
+from simlab.trace.reading import shown
 from simlab.trace.routings import Routings
 from simlab.trace.table_files import column_of
 from simlab.trace.tables import Column, Table, routings_of_table

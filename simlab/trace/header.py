@@ -18,7 +18,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from simlab.errors import InputError
 from simlab.trace.csv_text import EXACT, MAX_ENTRY_BYTES, MAX_EXPERT, MAX_LAYER
-from simlab.trace.json_text import parse_json, read_bytes, shown
+from simlab.trace.json_text import parse_json
+from simlab.trace.reading import read_bytes, shown
 from simlab.trace.schema import SCHEMA_VERSION, TABLES
 from simlab.types import TraceHeader
 

@@ -19,7 +19,8 @@ from simlab.errors import InputError
 from simlab.trace import arrays, bmoe_metrics, io_csv, route_csv
 from simlab.trace.facts import Facts, read_facts
 from simlab.trace.fingerprint import is_fingerprint, read_fingerprint
-from simlab.trace.json_text import parse_json, read_bytes, refuse_no_data
+from simlab.trace.json_text import parse_json
+from simlab.trace.reading import read_bytes
 from simlab.trace.route_tables import trace_of_route
 from simlab.trace.routings import Routings, trace_of
 from simlab.trace.schema import table_schema
@@ -113,14 +114,7 @@ def _engine_files(
 
 
 def _kind(path: Path, with_columns: bool) -> str:
-    try:
-        with path.open("rb") as file:
-            head = file.read(_HEAD)
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file") from None
-    except (OSError, ValueError) as error:  # a NUL in the name is a ValueError
-        raise InputError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    refuse_no_data(path, head)
+    head = read_bytes(path, _HEAD)
     if arrays.is_arrays(path, head):
         return "npy file" if head.startswith(arrays.NPY) or path.suffix == ".npy" else "array file"
     if head.startswith(b"PAR1") or path.suffix == ".parquet":

@@ -3,42 +3,14 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 from simlab.errors import InputError
+from simlab.trace.reading import one_line, shown
 
 
 class _Twice(ValueError):
     """A field that an object has twice."""
-
-
-def read_bytes(path: Path) -> bytes:
-    """A file's bytes.
-
-    Raises:
-        InputError: the file is missing, cannot be read, is empty or a Git-LFS pointer.
-    """
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file") from None
-    except (OSError, ValueError) as error:  # a NUL in the name is a ValueError
-        raise InputError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    refuse_no_data(path, data)
-    return data
-
-
-def refuse_no_data(path: Path, head: bytes) -> None:
-    """Refuse a file that begins like one without data.
-
-    Raises:
-        InputError: it is empty or a Git-LFS pointer.
-    """
-    if not head.strip():
-        raise InputError(f"{path}: the file is empty")
-    if head.startswith(b"version https://git-lfs"):
-        raise InputError(f"{path}, line 1: a Git-LFS pointer, not the data; run 'git lfs pull' to fetch it")
 
 
 def parse_json(data: bytes, where: str, nan: bool = True) -> Any:
@@ -68,17 +40,3 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
-
-
-def shown(value: Any) -> str:
-    """A value, cut to what fits into a message."""
-    try:
-        text = json.dumps(value)
-    except (TypeError, ValueError, RecursionError):
-        text = "a value that cannot be shown"
-    return text if len(text) <= 60 else f"{text[:60]}..."
-
-
-def one_line(error: BaseException) -> str:
-    """The text of an exception on one line."""
-    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -90,7 +90,7 @@ def serve() -> None:
     """Answer the requests of a parent, one a line, until it closes the pipe."""
     import polars as pl
 
-    from simlab.trace.json_text import one_line
+    from simlab.trace.reading import one_line
 
     with contextlib.suppress(OSError, ValueError):  # without /proc, or where limits are not ours to set
         # More than the machine has is never needed, and would be handed out on credit.

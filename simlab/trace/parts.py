@@ -14,8 +14,8 @@ from pathlib import Path
 import polars as pl
 
 from simlab.errors import InputError
-from simlab.trace.json_text import one_line
 from simlab.trace.parquet_probe import probe_parquet
+from simlab.trace.reading import one_line
 
 POLARS_FAILURES = (Exception, pl.exceptions.PanicException)
 """What polars raises on a damaged file; a panic of its parquet reader is no Exception."""

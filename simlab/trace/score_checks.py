@@ -34,7 +34,7 @@ def check_scores(found: Routings, facts: Facts) -> None:
             any router.
     """
     assert found.scores is not None
-    routed = np.any(found.experts >= 0, axis=1, keepdims=True)[:, 0]
+    routed = found.experts.max(axis=1) >= 0  # -1 where there is no expert
     alike = n_seen = n_odd = 0
     first_odd = 0
     for start, stop in _stretches(len(found.token)):

@@ -20,8 +20,8 @@ import polars as pl
 
 from simlab.errors import InputError, RunError, SimlabWarning
 from simlab.trace.header import HeaderFile, read_header, write_header
-from simlab.trace.json_text import one_line
 from simlab.trace.parts import POLARS_FAILURES, part_sha256, scan_parts
+from simlab.trace.reading import one_line
 from simlab.trace.schema import TABLES, table_schema
 from simlab.types import DECODE, PREFILL, TraceHeader
 

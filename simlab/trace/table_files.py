@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from simlab.errors import InputError
 from simlab.trace.csv_text import read_csv_text
 from simlab.trace.facts import Facts
-from simlab.trace.json_text import parse_json, read_bytes, shown
+from simlab.trace.json_text import parse_json
 from simlab.trace.parquet_probe import probe_parquet
-from simlab.trace.tables import WHOLE, Column, Table, pick_columns
+from simlab.trace.reading import read_bytes, shown
+from simlab.trace.tables import MAY_BE_LISTS, WHOLE, Column, Table, pick_columns
 
 _FLOAT32 = float(np.finfo(np.float32).max)
 _LIST_MARKS = r"[\[\](),;\s]+"
@@ -46,9 +47,7 @@ def read_csv_table(path: Path, facts: Facts) -> Table:
         words = text.frame[theirs].str.strip_chars()
         if words.null_count():
             raise InputError(f"{place(int(words.is_null().arg_max() or 0), theirs)}: is missing")
-        listed = ours in ("ids", "weights", "scores", "gate_probs") and bool(
-            words.str.contains(_LIST_MARKS).any()
-        )
+        listed = ours in MAY_BE_LISTS and bool(words.str.contains(_LIST_MARKS).any())
         if listed:
             parts = words.str.replace_all(_LIST_MARKS, " ").str.strip_chars().str.split(" ")
             lengths = parts.list.len().cast(pl.Int64).to_numpy().copy()

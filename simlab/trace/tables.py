@@ -25,8 +25,10 @@ from simlab.trace.csv_text import EXACT, INT32, MAX_EXPERT, MAX_LAYER
 from simlab.trace.facts import Facts
 from simlab.trace.routings import Routings
 
+MAY_BE_LISTS = ("ids", "weights", "scores", "gate_probs")
+"""Columns that may hold a list per row; the others hold one number."""
 NAMES: dict[str, tuple[str, ...]] = {
-    **{name: arrays.NAMES[name] for name in ("ids", "weights", "scores", "gate_probs")},
+    **{name: arrays.NAMES[name] for name in MAY_BE_LISTS},
     "layer": ("layer", "layer_id", "layer_idx", "layer_index", "moe_layer"),
     "slot": ("slot", "rank", "topk_slot", "slot_id"),
     "index": ("token", "token_index", "token_idx", "token_pos", "tok"),
@@ -42,8 +44,6 @@ WHOLE: dict[str, tuple[int, int]] = {
     "step": (-1, INT32), "graph": (0, EXACT), "token": (0, INT32), "ids": (-(1 << 62), 1 << 62),
 }  # fmt: skip
 """Columns of whole numbers, and from where to where each goes; the others hold floats."""
-_MAY_BE_LISTS = ("ids", "weights", "scores", "gate_probs")
-_PER_TOKEN = ("turn", "phase", "step", "graph", "token")
 _MANY, _SPARSE = 1 << 24, 64
 
 
@@ -105,10 +105,10 @@ def routings_of_table(table: Table, facts: Facts) -> Routings:
     if not table.n_rows:
         raise InputError(f"{table.path}: a table without rows")
     for name, column in table.columns.items():
-        if column.lengths is not None and name not in _MAY_BE_LISTS:
+        if column.lengths is not None and name not in MAY_BE_LISTS:
             raise table.refuse(0, name, "is a list, must be one whole number")
     token, first = _tokens(table)
-    per_token = {n: table.columns[n].flat[first] for n in _PER_TOKEN if n in table.columns}
+    per_token = {n: table.columns[n].flat[first] for n in arrays.PER_TOKEN if n in table.columns}
     for name, values in per_token.items():
         differs = table.columns[name].flat != values[token]
         if differs.any():
@@ -125,17 +125,15 @@ def routings_of_table(table: Table, facts: Facts) -> Routings:
     k = experts.shape[1]
     weights = _weights(table, routing, slot, n, k, slotted)
     layers = _layers(table, facts)
-    number_of_row = {} if slotted else None
+    line_of_slot: dict[tuple[int, int], int] = {}
 
     def where(name: str, row: int, at: int | None) -> str:
         line = int(row_of[row])
         if slotted and at is not None:
-            assert number_of_row is not None
-            if not number_of_row:
-                number_of_row.update(
-                    {(int(r), int(s)): i for i, (r, s) in enumerate(zip(routing, slot, strict=True))}
-                )
-            line = number_of_row.get((row, at), line)
+            if not line_of_slot:
+                slots = enumerate(zip(routing.tolist(), slot.tolist(), strict=True))
+                line_of_slot.update({place: number for number, place in slots})
+            line = line_of_slot.get((row, at), line)
         return table.place(line, table.names.get(name, name))
 
     found = Routings(

@@ -1,0 +1,43 @@
+"""What every reader of foreign files needs: their bytes, and values and errors in words that fit into a message."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from simlab.errors import InputError
+
+
+def read_bytes(path: Path, limit: int = -1) -> bytes:
+    """A file's bytes, or the first `limit` of them.
+
+    Raises:
+        InputError: the file is missing, cannot be read, is empty or a Git-LFS pointer.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(limit)
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file") from None
+    except (OSError, ValueError) as error:  # a NUL in the name is a ValueError
+        raise InputError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if not data.strip():
+        raise InputError(f"{path}: the file is empty")
+    if data.startswith(b"version https://git-lfs"):
+        raise InputError(f"{path}, line 1: a Git-LFS pointer, not the data; run 'git lfs pull' to fetch it")
+    return data
+
+
+def shown(value: Any) -> str:
+    """A value, cut to what fits into a message."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        text = "a value that cannot be shown"
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def one_line(error: BaseException) -> str:
+    """The text of an exception on one line."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
