@@ -15,16 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simlab.errors import InputError, SimlabWarning
-from simlab.trace.csv_text import EXACT, INT32, MAX_EXPERT, Words, key_values, read_csv_text
+from simlab.trace.csv_text import EXACT, INT32, MAX_EXPERT, IoMode, Words, key_values, read_csv_text
 
 OLDEST_HEADING = "step,steps,wall_ms"
 TAG = "bmoe_metrics"
 _VERSIONS = ("v1", "v2")
 _REQUIRED = ("step", "wall_ms", "io_ms", "compute_ms", "read_bytes")
 _MIB = 1 << 20
-_MS = 1_000_000
+MS = 1_000_000
 """Nanoseconds in a millisecond."""
-_TIME = (-float(EXACT // _MS), float(EXACT // _MS))
+_TIME = (-float(EXACT // MS), float(EXACT // MS))
 _SIZE_MIB = (-1.0, float(EXACT // _MIB))
 """Smallest and largest value; below zero, and nan for a time, mean that it was not measured."""
 _TIMES = ("wall_ms", "io_ms", "compute_ms", "stall_ms", "mgmt_ms")
@@ -49,7 +49,7 @@ class MetricsFile:
     budget_bytes: int | None
     drop_knobs: dict[str, float] | None
     engine_version: str | None
-    io_mode: str | None
+    io_mode: IoMode | None
 
     @property
     def read_wait_ms(self) -> NDArray[np.float64]:
@@ -132,5 +132,5 @@ def read_metrics(path: Path) -> MetricsFile:
         budget_bytes=_budget_bytes(settings, summary, columns),
         drop_knobs=_drop_knobs(settings),
         engine_version=settings.text("engine"),
-        io_mode={"1": "direct", "0": "buffered"}.get(settings.text("o_direct") or ""),
+        io_mode=settings.io_mode(),
     )

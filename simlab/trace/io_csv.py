@@ -11,7 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simlab.errors import InputError, SimlabWarning
-from simlab.trace.csv_text import EXACT, INT32, MAX_EXPERT, MAX_LAYER, CsvText, key_values, read_csv_text
+from simlab.trace.csv_text import (
+    EXACT,
+    INT32,
+    MAX_EXPERT,
+    MAX_LAYER,
+    CsvText,
+    IoMode,
+    key_values,
+    read_csv_text,
+)
 
 TAG = "io_trace v1"
 _COLUMNS = {
@@ -27,7 +36,7 @@ class IoFile:
     """A read io trace: int64 columns by their names in the file."""
 
     text: CsvText
-    o_direct: str | None
+    io_mode: IoMode | None
     columns: dict[str, NDArray]
 
     @property
@@ -58,8 +67,8 @@ def read_io(path: Path) -> IoFile:
     text.require(_COLUMNS)
     if text.tail is not None:
         warnings.warn(f"{path}: cut short at its end; its last line is left out", SimlabWarning, stacklevel=3)
-    o_direct: str | None = None
+    io_mode: IoMode | None = None
     for line, comment in text.comments[1:]:
-        o_direct = key_values(path, line, comment).text("o_direct") or o_direct
+        io_mode = key_values(path, line, comment).io_mode() or io_mode
     columns = {name: text.integers(name, low, high) for name, (low, high) in _COLUMNS.items()}
-    return IoFile(text, o_direct, columns)
+    return IoFile(text, io_mode, columns)

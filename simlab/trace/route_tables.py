@@ -17,13 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simlab.errors import InputError, SimlabWarning
-from simlab.trace.bmoe_metrics import MetricsFile, read_metrics
+from simlab.trace.bmoe_metrics import MS, MetricsFile, read_metrics
 from simlab.trace.io_csv import IoFile, read_io
 from simlab.trace.route_csv import RouteFile, read_route
 from simlab.types import DECODE, PREFILL, TraceHeader
-
-_MS = 1_000_000
-"""Nanoseconds in a millisecond."""
 
 
 def trace_of_route(by_kind: Mapping[str, Path]) -> tuple[TraceHeader, dict[str, dict[str, Any]]]:
@@ -60,7 +57,7 @@ def _header(route: RouteFile, metrics: MetricsFile | None, reads: IoFile | None)
     policy, knobs = _policy(route, metrics)
     io_mode = metrics.io_mode if metrics else None
     if io_mode is None and reads is not None:
-        io_mode = {"1": "direct", "0": "buffered"}.get(reads.o_direct or "")
+        io_mode = reads.io_mode
     return TraceHeader(
         model=route.model,
         arch=route.arch,
@@ -77,7 +74,7 @@ def _header(route: RouteFile, metrics: MetricsFile | None, reads: IoFile | None)
         knobs=knobs,
         evict="lru",
         scope="global",
-        io_mode=io_mode,  # type: ignore[arg-type]
+        io_mode=io_mode,
         engine="bmoe",
         engine_version=metrics.engine_version if metrics else None,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -91,10 +88,8 @@ def _policy(route: RouteFile, metrics: MetricsFile | None) -> tuple[str, dict[st
         return "drop_cold", said
     if not route.any_dropped:
         return "original", {}
-    if said == {}:
-        raise InputError(
-            f"{route.path}: has dropped slots, but {metrics and metrics.path} says dropping was off"
-        )
+    if metrics is not None and said is not None:
+        raise InputError(f"{route.path}: has dropped slots, but {metrics.path} says dropping was off")
     warnings.warn(
         f"{route.path}: slots were dropped, at a threshold the file does not name; give the metrics file too",
         SimlabWarning,
@@ -160,13 +155,13 @@ def _measured(
         )
     columns = metrics.columns
     found: dict[str, NDArray] = {
-        "wall_ns": columns["wall_ms"] * _MS,
-        "compute_ns": columns["compute_ms"] * _MS,
-        "read_wait_ns": metrics.read_wait_ms * _MS,
+        "wall_ns": columns["wall_ms"] * MS,
+        "compute_ns": columns["compute_ms"] * MS,
+        "read_wait_ns": metrics.read_wait_ms * MS,
         "window_bytes": columns["read_bytes"],
     }
     if "mgmt_ms" in columns:
-        found["management_ns"] = columns["mgmt_ms"] * _MS
+        found["management_ns"] = columns["mgmt_ms"] * MS
     if "majflt" in columns:
         found["major_faults"] = columns["majflt"]
     out: dict[str, list[int | None]] = {}
