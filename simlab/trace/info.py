@@ -12,7 +12,7 @@ import polars as pl
 from simlab.trace.measured import Measured, measured, measured_text
 from simlab.trace.schema import TABLES
 from simlab.trace.store import Trace, open_trace
-from simlab.types import DECODE, PREFILL
+from simlab.types import DECODE, PREFILL, TraceHeader
 
 _MIB = 1 << 20
 
@@ -32,6 +32,7 @@ def trace_info(path: str | os.PathLike[str]) -> dict[str, Any]:
     sizes = sorted(header.entry_bytes.values())
     dense = header.dense_bytes
     rule = header.weight_rule
+    counts = _counts(trace)
     return {
         "trace": str(trace.path),
         "schema_version": header.schema_version,
@@ -72,10 +73,10 @@ def trace_info(path: str | os.PathLike[str]) -> dict[str, Any]:
         "engine_version": header.engine_version,
         "cpu": header.cpu,
         "created": header.created,
-        **_counts(trace),
+        **counts,
         "measured": measured(trace)._asdict(),
         "disk_bytes": _disk_bytes(trace.path),
-        "warnings": _warnings(trace),
+        "warnings": _warnings(header, counts["score_coverage_pct"]),
     }
 
 
@@ -123,8 +124,7 @@ def _folder_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def _warnings(trace: Trace) -> list[str]:
-    header = trace.header
+def _warnings(header: TraceHeader, score_coverage_pct: float) -> list[str]:
     found: list[str] = []
     if not header.complete:
         found.append("the recording did not finish; only its complete graphs are used")
@@ -134,7 +134,7 @@ def _warnings(trace: Trace) -> list[str]:
         found.append("the cache size it was recorded at is unknown")
     elif 0 < header.budget_bytes < header.cycle_bytes():
         found.append("recorded below one token cycle: a global LRU hits next to nothing there")
-    if not trace.has_scores:
+    if score_coverage_pct < 100:
         found.append("some or all rows have no scores: policies that rerank cannot be replayed")
     return found
 
