@@ -32,6 +32,7 @@ from simlab.replay.columns import TraceColumns
 from simlab.replay.curve import cliff_foot, curve_of
 from simlab.replay.lookups import Lookups, find_lookups, original_ids, reuse_bytes
 from simlab.replay.run import TraceLike, sweep
+from simlab.trace.measured import mean_of_known
 from simlab.trace.store import Trace, open_trace
 from simlab.types import DECODE, Cell, ResolvedBudget, TraceHeader
 
@@ -178,7 +179,7 @@ def explain(
             d = numbers.decode
             what = f"substitution, L = {numbers.cell.margin:g}"
             changes.append(Change(what, d.hit_rate, d.read_mib_per_token, d.mass_displaced))
-    timing = _timing(trace, budget, turns)
+    timing = _timing(trace, budget)
     used = working_set(found, None if budget.off else budget.total_bytes)
     return Explanation(
         trace=trace,
@@ -354,24 +355,19 @@ def _prefill_phase(found: Anatomy) -> Phase:
     )
 
 
-def _timing(trace: Trace, budget: ResolvedBudget, turns: NDArray[np.int64]) -> Timing | None:
+def _timing(trace: Trace, budget: ResolvedBudget) -> Timing | None:
     names = ("wall_ns", "read_wait_ns", "compute_ns", "management_ns")
     rows = trace.tokens.filter((pl.col("turn") >= 0) & (pl.col("phase") == DECODE))
     tokens = trace.collect("tokens", rows.select("turn", *names).filter(pl.col("wall_ns").is_not_null()))
     if not tokens.height:
         return None
     wall = tokens["wall_ns"].to_numpy() / 1e6
-
-    def mean(name: str) -> float | None:
-        known = tokens[name].drop_nulls()
-        return float(known.sum()) / len(known) / 1e6 if len(known) else None
-
     return Timing(
         tokens=tokens.height,
         wall_ms=rate(wall, np.ones(len(wall)), tokens["turn"].to_numpy().astype(np.int64)),
-        read_wait_ms=mean("read_wait_ns"),
-        compute_ms=mean("compute_ns"),
-        management_ms=mean("management_ns"),
+        read_wait_ms=mean_of_known(tokens["read_wait_ns"], 1e6),
+        compute_ms=mean_of_known(tokens["compute_ns"], 1e6),
+        management_ms=mean_of_known(tokens["management_ns"], 1e6),
         same_cache=trace.header.budget_bytes == budget.total_bytes,
     )
 

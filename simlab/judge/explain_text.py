@@ -56,7 +56,9 @@ def subtitle(e: Explanation) -> str:
         if e.budget.off
         else f"{e.budget.total_bytes / MIB:,.2f} MiB = {e.budget.total_bytes / e.cycle_bytes:.3g} token cycles"
     )
-    return f"{route}, evict {e.cell.evict}, scope {e.cell.scope}, {size}, {e.decode.tokens:,} decode tokens"
+    return (
+        f"{route}, evict {e.cell.evict_spec}, scope {e.cell.scope}, {size}, {e.decode.tokens:,} decode tokens"
+    )
 
 
 def sections(explanation: Explanation) -> list[Section]:
@@ -199,9 +201,9 @@ def _times(e: Explanation) -> Section:
     t = e.timing
     assert t is not None
     parts = {
-        "waiting for reads": t.read_wait_ms,
-        "compute": t.compute_ms,
-        "cache management": t.management_ms,
+        _READS: t.read_wait_ms,
+        _COMPUTE: t.compute_ms,
+        _MANAGEMENT: t.management_ms,
     }
     lines = [
         _MEASURED + ("" if t.same_cache else " It ran at another cache size than the one explained here."),
@@ -299,6 +301,7 @@ def explain_to_json(explanation: Explanation) -> dict[str, Any]:
         "knobs": dict(cell.route.knobs),
         "top_k": e.top_k,
         "evict": cell.evict,
+        "evict_knobs": dict(cell.evict_knobs),
         "scope": "per_layer" if e.budget.per_layer else "global",
         "budget_bytes": None if e.budget.off else e.budget.total_bytes,
         "budget_cycles": e.budget.total_bytes / e.cycle_bytes,

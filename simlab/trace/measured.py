@@ -48,26 +48,28 @@ def measured(trace: Trace) -> Measured:
         known = steps[name].drop_nulls()
         return int(known.sum()) if len(known) else None
 
-    def mean(name: str, unit: float) -> float | None:
-        known = steps[name].drop_nulls()
-        return float(known.sum()) / len(known) / unit if len(known) else None
-
-    wall_ms = mean("wall_ns", 1e6)
+    wall_ms = mean_of_known(steps["wall_ns"], 1e6)
     looked_up = steps.select("hits", "lookups").drop_nulls().sum()
     lookups = int(looked_up["lookups"][0])
     read = total("read_bytes")
     return Measured(
         tok_s=1e3 / wall_ms if wall_ms else None,
         wall_ms_per_token=wall_ms,
-        read_wait_ms_per_token=mean("read_wait_ns", 1e6),
-        compute_ms_per_token=mean("compute_ns", 1e6),
+        read_wait_ms_per_token=mean_of_known(steps["read_wait_ns"], 1e6),
+        compute_ms_per_token=mean_of_known(steps["compute_ns"], 1e6),
         hit_rate=int(looked_up["hits"][0]) / lookups if lookups else None,
         read_mib=None if read is None else read / _MIB,
-        read_mib_per_token=mean("read_bytes", _MIB),
-        window_mib_per_token=mean("window_bytes", _MIB),
+        read_mib_per_token=mean_of_known(steps["read_bytes"], _MIB),
+        window_mib_per_token=mean_of_known(steps["window_bytes"], _MIB),
         substituted=total("substituted"),
         dropped=total("dropped"),
     )
+
+
+def mean_of_known(column: pl.Series, unit: float) -> float | None:
+    """Mean of a column where it is not null, in units of so much; None where it is null throughout."""
+    known = column.drop_nulls()
+    return float(known.sum()) / len(known) / unit if len(known) else None
 
 
 def measured_text(found: Measured) -> str:
