@@ -18,6 +18,10 @@ from simlab.types import Gating, ScoreSpace, WeightRule
 Float32 = NDArray[np.float32]
 
 
+_QUIET = np.errstate(invalid="ignore")
+"""A signalling NaN, which damaged and foreign files hold, is a NaN like any other and no warning."""
+
+
 class RowStatistics(NamedTuple):
     """Per row, over its finite ranking values."""
 
@@ -26,6 +30,7 @@ class RowStatistics(NamedTuple):
     bottom: Float32
 
 
+@_QUIET
 def ranking_values(scores: Float32, space: ScoreSpace) -> Float32:
     """What the margin acts on: ln p of probabilities (-inf for p <= 0), other scores as they are; NaN ranks as -inf."""
     if space == "prob":
@@ -51,6 +56,7 @@ def row_statistics(values: Float32) -> RowStatistics:
     return RowStatistics(top.astype(np.float32), (top - bottom).astype(np.float32), bottom.astype(np.float32))
 
 
+@_QUIET
 def router_mass(scores: Float32, gating: Gating) -> NDArray[np.float64]:
     """Share of the router's probability each expert holds, rows sum to 1: softmax, or for sigmoid score / sum."""
     s = np.nan_to_num(scores.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
@@ -93,6 +99,7 @@ def mass_before(mass: NDArray[np.float64], order: NDArray[np.int64]) -> Float32:
     return before.astype(np.float32)
 
 
+@_QUIET
 def gate_numerators(gate: Float32, rule: WeightRule) -> Float32:
     """Per expert, the number its weight is a share of: the gate probability, or exp(logit - row maximum)."""
     if not rule.softmax_over_selected:

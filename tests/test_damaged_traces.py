@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import polars as pl
 import pytest
 from fuzz_traces import part_damaged
@@ -17,9 +18,11 @@ from test_trace_store import HEADER, WIDTH, add_graph, change_header, written
 
 from simlab.cli.main import main
 from simlab.errors import InputError, SimlabWarning
+from simlab.scores import gate_numerators, ranking_values, router_mass
 from simlab.trace import parts
 from simlab.trace.header import read_header
 from simlab.trace.store import TraceWriter, open_trace
+from simlab.types import WeightRule
 
 ROOT = Path(__file__).resolve().parent.parent
 PART = "t.trace/routing/part-000001.parquet"
@@ -120,6 +123,19 @@ def test_parts_of_an_unfinished_recording_are_read_in_a_child_first(tmp_path: Pa
     part.write_bytes(part.read_bytes()[:-1])
     with pytest.raises(InputError, match=r"tokens/part-000000.parquet: not a readable parquet file"):
         open_trace(writer.folder)
+
+
+def test_a_signalling_nan_is_a_nan() -> None:
+    """Found by the search: NumPy warned of it, in two lines on stderr."""
+    bits = np.array([[0x7FA00000, 0x3E000000, 0x3F000000]], np.uint32)
+    gate = bits.view(np.float32)
+    assert ranking_values(gate, "prob")[0, 0] == ranking_values(gate, "raw")[0, 0] == -np.inf
+    for gating in ("softmax", "sigmoid", "logits"):
+        mass = router_mass(gate, gating)
+        assert mass[0, 0] == 0
+        assert mass.sum() == pytest.approx(1)
+    for rule in (WeightRule(), WeightRule(softmax_over_selected=True)):
+        assert np.isnan(gate_numerators(gate, rule)).tolist() == [[True, False, False]]
 
 
 @pytest.mark.slow
