@@ -7,10 +7,10 @@ e^(-rate r), r = 0.005^(t / N) for a miss t accesses after the eviction in a cac
 What this project decided, since the paper handles one access at a time in a cache of equal pages: t is the
 bytes looked up since the eviction and N the budget; a batch's regrets add up and change the weights once,
 before its evictions; each history is bounded in bytes (`ghosts` budgets), the oldest forgotten first, of one
-batch the lower (layer, expert). Weights keep between 0.01 and 0.99, as in the authors' code. LFU is this
-project's, with counts that survive eviction (policies.md) and ties by recency. Draws are hashes of (seed,
-batch, number of the eviction in its cache), as in `random`; powers are products and series that NumPy and XLA
-round alike, and regrets are added up in units of 2^-40.
+batch the lower (layer, expert). Weights are kept between 0.01 and 0.99, so that neither is ruled out for good.
+LFU is this project's, with counts that survive eviction (policies.md) and ties by recency. Draws are hashes of
+(seed, batch, number of the eviction in its cache), as in `random`; powers are products and series that NumPy and
+XLA round alike, and regrets are added up in units of 2^-40.
 """
 
 from simlab.policy import rounded, whole_cache
@@ -43,7 +43,7 @@ def drawn(xp, seed, batch, number):
         "ghosts": Knob(1, 0, 100, help="bytes of entries each history remembers, in budgets"),
         "seed": Knob(0, 0, 2**31 - 1, integer=True, help="another seed, other draws"),
     },
-    source="Vietri and others, HotStorage 2018, LeCaR, algorithms 1 and 2",
+    source="Vietri and others, HotStorage 2018, Driving cache replacement with ML-based LeCaR",
 )
 def lecar(xp, cache, state, knobs):
     """LeCaR: LRU or LFU by a weighted draw, the weights learned from misses of what either evicted.

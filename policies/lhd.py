@@ -43,7 +43,7 @@ def counted(xp, classes, among):
         "clock": 0, "since": 0,
         **{f"{kind}_{a}": 0 for kind in ("hit", "evicted") for a in range(_CLASSES)},
     },
-    source="Beckmann, Chen and Cidon, NSDI 2018, LHD, sections 4 and 5",
+    source="Beckmann, Chen and Cidon, NSDI 2018, LHD: improving cache hit rate by maximizing hit density",
 )  # fmt: skip
 def lhd(xp, cache, state, knobs):
     """LHD: evict what earns the fewest hits for the room it takes up, by its age and size.

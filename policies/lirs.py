@@ -29,7 +29,7 @@ _FAR = 2**62
         "hir": Knob(0.01, 0, 1, help="share of the budget for entries of high inter-reference recency"),
         "ghosts": Knob(2, 0, 100, help="bytes of entries remembered, in budgets"),
     },
-    source="Jiang and Zhang, SIGMETRICS 2002, section 3",
+    source="Jiang and Zhang, SIGMETRICS 2002, LIRS",
 )
 def lirs(xp, cache, state, knobs):
     """LIRS: evict from a short queue of what was not used twice within the reach of the entries worth keeping.

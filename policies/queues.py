@@ -47,7 +47,7 @@ def forget(xp, cache, leaving, queue, place, limit):
         "first": Knob(0.25, 0, 1, help="share of the budget that the first queue may keep (Kin)"),
         "ghosts": Knob(0.5, 0, 100, help="bytes of entries remembered, in budgets (Kout)"),
     },
-    source="Johnson and Shasha, VLDB 1994, section 3, full version",
+    source="Johnson and Shasha, VLDB 1994, 2Q, the full version",
 )
 def two_q(xp, cache, state, knobs):
     """2Q: a first-in first-out queue for new entries, LRU for those asked for again after they left it.

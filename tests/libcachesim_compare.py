@@ -64,10 +64,9 @@ def walk() -> list[list[int]]:
     popularity = 1 / np.arange(1, N_EXPERT + 1)
     popularity /= popularity.sum()
     tokens = []
-    for number in range(N_TOKENS):
-        if number % 500 == 0:
-            ranks = rng.permutation(N_EXPERT)
-        tokens.append(ranks[rng.choice(N_EXPERT, K, replace=False, p=popularity)].tolist())
+    for _ in range(N_TOKENS // 500):
+        ranks = rng.permutation(N_EXPERT)
+        tokens += [ranks[rng.choice(N_EXPERT, K, replace=False, p=popularity)].tolist() for _ in range(500)]
     return tokens
 
 

@@ -169,7 +169,7 @@ class Arc(Evicter):
 
 
 class Lirs(Evicter):
-    """Jiang and Zhang, section 3: the stack S from its bottom, the queue Q from its front."""
+    """Jiang and Zhang: the stack S from its bottom, the queue Q from its front."""
 
     def __init__(self, hir: float = 0.01, ghosts: float = 2) -> None:
         self.hir, self.ghosts = hir, ghosts
@@ -261,7 +261,7 @@ class WTinyLfu(Evicter):
 
 
 class LeCaR(Evicter):
-    """Vietri and others, algorithms 1 and 2: two histories, and the weight of LRU against LFU."""
+    """Vietri and others: two histories, and the weight of LRU against LFU."""
 
     def __init__(self, seed: float = 0, rate: float = 0.45, ghosts: float = 1) -> None:
         self.seed, self.ghosts = int(seed), ghosts
