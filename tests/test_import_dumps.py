@@ -362,6 +362,28 @@ def test_an_array_that_claims_more_than_the_file_holds(tmp_path: Path) -> None:
         load(tmp_path, ("ids.npy", huge), **FACTS)
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (0, 1 << 64, 2),
+        (0, 1 << 62, 1 << 62),
+        (1 << 70, 3, 2),
+        (0, 3, -2),
+        (True, 3, 2),
+        (1,) * 200,
+        (10**3000, 10**3000),
+    ],
+)
+def test_a_shape_that_no_array_has(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """Found by the search (an axis of 0 beside one above 2^63): NumPy's own error, with a traceback."""
+    data = npy_bytes(RUN["ids"])
+    text = repr({"descr": "<i4", "fortran_order": False, "shape": shape}).encode() + b"\n"
+    header = b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
+    with pytest.raises(InputError, match=r"ids\.npy: shape \[.* is impossible") as caught:
+        load(tmp_path, ("ids.npy", header + data[128:]), **FACTS)
+    assert len(str(caught.value)) < 500
+
+
 def test_a_parquet_null_is_refused(tmp_path: Path) -> None:
     frame = pl.DataFrame(slot_rows(RUN)).with_columns(
         pl.when(pl.col("token") == 3).then(None).otherwise(pl.col("expert")).alias("expert")

@@ -47,6 +47,8 @@ PER_TOKEN = ("turn", "phase", "step", "graph", "token")
 _ZIP, NPY = b"PK\x03\x04", b"\x93NUMPY"
 _MOST_DEFLATED = 1040
 """Deflate makes at most 1,032 bytes of one."""
+_MOST_AXES, _LONGEST = 32, (1 << 63) - 1
+"""What every NumPy can hold."""
 
 Load = Callable[[], NDArray[Any]]
 
@@ -218,8 +220,9 @@ def _parse_npy(path: Path, data: bytes, where: str = "", cut_is_told: bool = Fal
     if dtype.kind not in "iuf" or dtype.itemsize > 8:
         hint = "; is it bfloat16? save it as float32" if dtype.kind == "V" else ""
         raise InputError(f"{path}{where}: of type {dtype}, must be whole numbers or floats{hint}")
-    if any(isinstance(n, bool) or n < 0 for n in shape):
-        raise InputError(f"{path}{where}: shape {shape} is impossible")
+    impossible = InputError(f"{path}{where}: shape {shown(list(shape))} is impossible")
+    if len(shape) > _MOST_AXES or any(isinstance(n, bool) or not 0 <= n <= _LONGEST for n in shape):
+        raise impossible
     held = len(data) - file.tell()
     needed = math.prod(shape) * dtype.itemsize
     if held < needed:
@@ -231,7 +234,10 @@ def _parse_npy(path: Path, data: bytes, where: str = "", cut_is_told: bool = Fal
         warnings.warn(text, SimlabWarning, stacklevel=2)
         shape = (whole, *shape[1:])
     flat = np.frombuffer(data, dtype, math.prod(shape), file.tell())
-    return flat.reshape(shape, order="F" if fortran else "C")
+    try:
+        return flat.reshape(shape, order="F" if fortran else "C")
+    except ValueError:  # nothing in it, but axes that NumPy cannot multiply
+        raise impossible from None
 
 
 def _load(path: Path, load: Load) -> NDArray[Any]:
