@@ -45,7 +45,7 @@ PAIRS: dict[str, tuple[str, dict[str, Any], str]] = {
         {},
         "it fills the main queue first, and takes nothing that fills the small one (10 entries)",
     ),
-    "gdsf": ("GDSF", {}, "it breaks ties its own way"),
+    "gdsf": ("GDSF", {}, "ours is what the paper comes to in plain Python; why theirs differs is not known"),
     "lfu": ("LFU", {}, "it forgets counts at eviction, and breaks ties its own way"),
     "slru": ("SLRU", {}, "it has four segments"),
     "wtinylfu:window=0.1": (
