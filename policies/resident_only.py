@@ -12,7 +12,9 @@ from simlab.policy import routing
 from simlab.types import Choice
 
 
-@routing("rerank", needs={"scores"}, source="SwapMoE, arXiv:2308.15030; policies.md: resident_only")
+@routing(
+    "rerank", needs={"scores"}, ordered=True, source="SwapMoE, arXiv:2308.15030; policies.md: resident_only"
+)
 def resident_only(xp, candidates, row, state, knobs):
     """Top k of the resident experts' values, if there are k of them."""
     value = xp.where(candidates.resident, candidates.value, xp.float32("-inf"))

@@ -14,6 +14,7 @@ from simlab.types import Choice, Knob
     "rerank",
     knobs={"L": Knob(0.15, 0.0, 1.0, help="margin, as a share of the token's score range")},
     needs={"scores"},
+    ordered=True,
     source="cache-aware-substitution; engine-semantics, section 1; after arXiv:2412.00099",
 )
 def substitute(xp, candidates, row, state, knobs):

@@ -71,6 +71,7 @@ def routing(
     learns: Mapping[str, Learned] | None = None,
     train: TrainFunction | None = None,
     uses_cache: bool = True,
+    ordered: bool = False,
     source: str = "",
 ) -> Callable[[RoutingFunction], RoutingPolicy]:
     """Declare a routing policy named after the function it decorates.
@@ -84,6 +85,8 @@ def routing(
         learns: what `train` returns, by name; the policy finds it in `candidates.learned`.
         train: called once with the training part of a trace (`--train`).
         uses_cache: False for one that does not look at residency: it then runs with the cache off too.
+        ordered: True for a rerank that needs scores alone and never puts the lower-scored of two experts alike
+            in residency first: a replay then looks at the best of each kind only, and is much faster.
         source: paper section or spec line.
 
     Raises:
@@ -114,12 +117,19 @@ def routing(
             learns=_check_learns(where, stage, learns, train),
             train=train,
             uses_cache=uses_cache and stage != "width",
+            ordered=_check_ordered(where, ordered, stage, frozenset(needs)),
             source=source,
             source_hash=_source_hash(function),
             origin=_origin(function),
         )
 
     return declare
+
+
+def _check_ordered(where: str, ordered: bool, stage: Stage, needs: frozenset[str]) -> bool:
+    if ordered and (stage != "rerank" or not needs <= {"scores"}):
+        raise InputError(f"{where}: only a rerank policy that needs nothing but scores can be ordered")
+    return ordered
 
 
 def eviction(

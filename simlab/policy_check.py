@@ -140,6 +140,12 @@ def _try_routing(policy: RoutingPolicy, lanes: tuple[int, ...]) -> None:
         _check_value(policy, "Choice(value=...)", choice.value, "fiub", "numbers", shape)
         _check_value(policy, "Choice(tier=...)", choice.tier, "iub", "whole numbers", shape)
         _check_value(policy, "Choice(active=...)", choice.active, "b", "bool, one per row", lanes)
+        if policy.ordered:
+            # Candidates come best first; of each pair two places apart both are in RAM, or neither.
+            ranked = [np.broadcast_to(x, shape) for x in (choice.tier, choice.value)]
+            (tier, lower_tier), (value, lower_value) = ((x[:2], x[2:]) for x in ranked)
+            if not np.all((tier > lower_tier) | ((tier == lower_tier) & (value >= lower_value))):
+                raise _bad(policy, "is declared ordered, but puts the lower of two scores first")
     elif policy.stage == "swap":
         _check_value(policy, "Choice(replace=...)", choice.replace, "b", "bool", shape)
         by_slot = np.ndim(choice.value) > len(shape)

@@ -229,11 +229,12 @@ def rerank(
     router: Array,
     armed: Array,
     state: Any,
+    n_expert: int,
 ) -> Rerouted:
     """Run a rerank policy on rows.
 
     Args:
-        candidates: the experts of the layer, `[C, ...]`.
+        candidates: those of the layer's `n_expert` experts that can be chosen, `[C, ...]`.
         router: int32 `[K, ...]`, the router's ids, -1 where a slot does not exist.
         armed: bool `[...]`: rows of decode graphs; elsewhere the router's ids and the state stand.
     """
@@ -249,7 +250,7 @@ def rerank(
         nth = xp.maximum(xp.cumsum(exists, axis=0) - 1, 0)
         picked = xp.where(exists, xp.take_along_axis(picked, nth, axis=0), _NO_SLOT)
     # With no expert outside the routing there is nothing to choose: declined, not counted (E <= k).
-    active = armed & choice.active & (n_slots > 0) & (row.k < candidates.value.shape[0])
+    active = armed & choice.active & (n_slots > 0) & (row.k < n_expert)
     is_new = exists & ~members(xp, picked, router)
     substituted = xp.where(active, is_new.sum(axis=0), 0).astype(xp.int32)
     experts = xp.where(substituted > 0, picked, router)

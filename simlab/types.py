@@ -66,9 +66,8 @@ class LearnedValues(SimpleNamespace):
 class Candidates(NamedTuple):
     """What a routing policy may look at, element by element. Fields it did not declare in `needs` are zeros.
 
-    For a `rerank` policy the candidates are experts of one layer, in any order and possibly only a
-    score-sorted prefix of them; for a `swap` policy they are all of them by id; for a `drop` policy they are
-    the k slots of the routing, in slot order.
+    For a `rerank` policy the candidates are the experts of one layer that may be chosen, in any order; for a
+    `swap` policy they are all of them by id; for a `drop` policy the k slots of the routing, in slot order.
     """
 
     value: Array
@@ -228,6 +227,8 @@ class RoutingPolicy:
     """What fills `learns`."""
     uses_cache: bool = True
     """Whether it looks at residency; if not, it is shown none and runs without a cache too."""
+    ordered: bool = False
+    """Of a rerank by scores alone: of experts alike in residency the higher score never has the lower (tier, value)."""
     source: str = ""
     source_hash: str = ""
     origin: str = ""

@@ -161,9 +161,8 @@ class LiveRoute:
         elif len(router) == 1:
             found = self._rerank_row(step, candidates, row, router, knobs, state)
         else:
-            found = rerank(
-                np, step, knobs, candidates, row, router.T, np.ones(len(router), dtype=bool), state
-            )
+            armed = np.ones(len(router), dtype=bool)
+            found = rerank(np, step, knobs, candidates, row, router.T, armed, state, len(candidates.expert))
             found = LiveRerouted(
                 np.ascontiguousarray(found.experts.T, dtype=np.int32),
                 int(found.reranked.sum()),

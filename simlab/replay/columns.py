@@ -56,6 +56,7 @@ class TraceColumns:
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
+        self._plain_rows: dict[int, NDArray[np.bool_]] = {}
         header = trace.header
         wanted = ("turn", "graph", "phase", "step", "layer", "pos_in_graph", "router_experts")
         ids = trace.collect("routing", trace.routing.select(wanted))
@@ -97,6 +98,19 @@ class TraceColumns:
             self.model_layer,
             self.batch_start,
         )
+
+    def plain_rows(self, k: int) -> NDArray[np.bool_]:
+        """bool `[rows]`: rows that are a batch of their own and whose first k slots name k different experts."""
+        if k not in self._plain_rows:
+            ids = np.sort(self.recorded[:, :k], axis=1)
+            different = (ids[:, 1:] != ids[:, :-1]).all(axis=1) & (ids[:, :1] >= 0).all(axis=1)
+            self._plain_rows[k] = different & self.batch_start & self.batch_end
+        return self._plain_rows[k]
+
+    def single_rows(self, k: int) -> bool:
+        """Whether every decode row is a batch of its own with k different experts, or with none."""
+        none = self.batch_start & self.batch_end & (self.recorded[:, :k] < 0).all(axis=1)
+        return bool((self.plain_rows(k) | none)[self.decode].all())
 
     @property
     def n_rows(self) -> int:

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
-from simlab.replay.shape import ProgramShape
+from simlab.replay.shape import ProgramShape, Tree, at_layer
 from simlab.routing import entry_facts, eviction_key, settle
 from simlab.types import Array, CacheState
 
 _LAST = jnp.iinfo(jnp.int64).max
-
-Tree = dict[str, Any]
 
 
 class Cache(NamedTuple):
@@ -51,11 +49,6 @@ class Batch(NamedTuple):
     """int64 `[W]`: place at which the current pass over the layers began."""
     speculative: Array | None
     """bool `[B, E, W]`: read ahead and not looked up yet; None without look-ahead."""
-
-
-def at_layer(x: Array, layer: Array) -> Array:
-    """`x[layer]`."""
-    return lax.dynamic_index_in_dim(x, layer, 0, keepdims=False)
 
 
 def close_batch(

@@ -12,52 +12,39 @@ Shapes: `B` MoE layers, `E` experts per layer, `K` slots, `W` lanes.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from simlab.policy import rounded
-from simlab.replay.eviction import Batch, Cache, at_layer, close_batch
-from simlab.replay.routes import Routed, Tree, executed, gather, route
-from simlab.replay.shape import ProgramShape
+from simlab.replay.eviction import Batch, Cache, close_batch
+from simlab.replay.programs import compiled
+from simlab.replay.routes import Routed, against_router, executed, first_routing_state, gather, route
+from simlab.replay.shape import (
+    COUNTERS,
+    NO_ROW,
+    ProgramShape,
+    Tree,
+    at_layer,
+    first_counts,
+    in_phase,
+    put,
+)
 from simlab.replay.speculation import insert
-from simlab.routing import first_state, members, touch_state
+from simlab.routing import first_state, touch_state
 from simlab.types import Access, Array
-
-# Byte counts pass 2^31 at 2 GiB, where int32 would wrap without a word.
-jax.config.update("jax_enable_x64", True)
-
-COUNTERS = (
-    "lookups", "hits", "misses", "cold_misses", "read_bytes", "slots", "reranked", "substituted", "dropped",
-    "evictions", "rereads",
-)  # fmt: skip
-SUMS = ("mass_displaced", "score_regret", "agreement")
-NO_ROW = jnp.iinfo(jnp.int64).max
-
-# A program takes some 300 memory mappings of the 65,530 that Linux gives a process; past those XLA crashes.
-MOST_PROGRAMS = 64
-_PROGRAMS: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
 
 
 def program(shape: ProgramShape, n_lanes: int) -> Any:
-    """The jitted `(carry, rows, lanes) -> (carry, detail)` of a shape; the `MOST_PROGRAMS` last used are kept."""
-    key = (shape.key, n_lanes)
-    if key not in _PROGRAMS:
+    """The jitted `(carry, rows, lanes) -> (carry, detail)` of a shape."""
 
-        def scan(carry: Tree, rows: Tree, lanes: Tree) -> tuple[Tree, Tree]:
-            return lax.scan(lambda c, r: _step(shape, lanes, c, r), carry, rows)
+    def scan(carry: Tree, rows: Tree, lanes: Tree) -> tuple[Tree, Tree]:
+        return lax.scan(lambda c, r: _step(shape, lanes, c, r), carry, rows)
 
-        _PROGRAMS[key] = jax.jit(scan)
-        while len(_PROGRAMS) > MOST_PROGRAMS:
-            _, oldest = _PROGRAMS.popitem(last=False)
-            oldest.clear_cache()
-    _PROGRAMS.move_to_end(key)
-    return _PROGRAMS[key]
+    return compiled((shape.key, n_lanes), scan)
 
 
 def first_carry(shape: ProgramShape, n_lanes: int) -> Tree:
@@ -70,18 +57,10 @@ def first_carry(shape: ProgramShape, n_lanes: int) -> Tree:
         "used": np.zeros((shape.n_layers, n_lanes), np.int64),
         "position": np.zeros(n_lanes, np.int64),
         "batch_position": np.zeros(n_lanes, np.int64),
-        "routing_state": {
-            s.policy.stage: {
-                name: np.full((shape.n_layers, n_lanes), v, np.float32) for name, v in s.policy.state.items()
-            }
-            for s in shape.steps
-        },
+        "routing_state": first_routing_state(shape, n_lanes),
         "eviction_state": first_state(shape.eviction.state, entries),
         "eviction_scalars": first_state(shape.eviction.scalars, (shape.n_layers, n_lanes)),
-        "counters": np.zeros((2, len(COUNTERS), n_lanes), np.int64),
-        "sums": np.zeros((2, len(SUMS), n_lanes), np.float64),
-        # First row in which an existing slot's weight is NaN.
-        "nan_row": np.full(n_lanes, NO_ROW, np.int64),
+        **first_counts(n_lanes),
         **(_first_speculation(entries) if shape.n_speculative else {}),
         # Where in the walk the current pass over the layers began.
         **({"pass_position": np.zeros(n_lanes, np.int64)} if "pass" in shape.eviction.needs else {}),
@@ -165,15 +144,15 @@ def _step(shape: ProgramShape, lanes: Tree, carry: Tree, row: Tree) -> tuple[Tre
         "dropped": routed.dropped.sum(axis=0),
     }
     counters = jnp.stack([counts[name].astype(jnp.int64) for name in COUNTERS])
-    sums = _against_router(shape, row, routed)
-    in_phase = row["counted"] & (jnp.arange(2) == row["decode"])[:, None, None]
+    sums = against_router(shape, row, routed)
+    phase = in_phase(row)
     new_carry = cache | {
         "routing_state": {
-            stage: {name: _put(v, state[stage][name], layer) for name, v in s.items()}
+            stage: {name: put(v, state[stage][name], layer) for name, v in s.items()}
             for stage, s in carry["routing_state"].items()
         },
-        "counters": carry["counters"] + jnp.where(in_phase, counters, 0),
-        "sums": carry["sums"] + jnp.where(in_phase, sums, 0.0),
+        "counters": carry["counters"] + jnp.where(phase, counters, 0),
+        "sums": carry["sums"] + jnp.where(phase, sums, 0.0),
         "nan_row": carry["nan_row"],
     }
     if shape.sequential:
@@ -203,10 +182,10 @@ def _read_ahead(lanes: Tree, cache: Tree, row: Tree) -> Tree:
     entry_bytes = lanes["entry_bytes"][layer]
     used = at_layer(cache["used"], layer) + (cache["coldest"] - found.coldest) * entry_bytes
     return cache | {
-        "stamp": _put(cache["stamp"], found.stamps, layer),
-        "resident": _put(cache["resident"], found.resident, layer),
-        "marks": _put(cache["marks"], found.marks, layer),
-        "used": _put(cache["used"], used, layer),
+        "stamp": put(cache["stamp"], found.stamps, layer),
+        "resident": put(cache["resident"], found.resident, layer),
+        "marks": put(cache["marks"], found.marks, layer),
+        "used": put(cache["used"], used, layer),
         "coldest": found.coldest,
     }
 
@@ -273,7 +252,7 @@ def _look_up(
         before = {name: at_layer(v, layer) for name, v in eviction_state.items()}
         after = touch_state(jnp, shape.eviction, before, access, SimpleNamespace(**lanes["eviction_knobs"]))
         eviction_state = {
-            name: _put(v, jnp.where(last >= 0, after[name], before[name]).astype(v.dtype), layer)
+            name: put(v, jnp.where(last >= 0, after[name], before[name]).astype(v.dtype), layer)
             for name, v in eviction_state.items()
         }
 
@@ -283,14 +262,14 @@ def _look_up(
     used = at_layer(cache["used"], layer) + arrived.sum(axis=0) * entry_bytes
     marks = None
     if "marks" in cache:
-        marks = _put(cache["marks"], at_layer(cache["marks"], layer) & (last < 0), layer)
+        marks = put(cache["marks"], at_layer(cache["marks"], layer) & (last < 0), layer)
     closed, n_evicted = close_batch(
         shape,
         lanes,
         Cache(
-            stamp=_put(cache["stamp"], stamps, layer),
-            resident=_put(cache["resident"], resident | arrived, layer),
-            used=_put(cache["used"], used, layer),
+            stamp=put(cache["stamp"], stamps, layer),
+            resident=put(cache["resident"], resident | arrived, layer),
+            used=put(cache["used"], used, layer),
             state=eviction_state,
             scalars=cache["eviction_scalars"],
         ),
@@ -316,7 +295,7 @@ def _look_up(
     if marks is not None:
         new_cache |= {
             "marks": marks & closed.resident,
-            "missed": _put(cache["missed"], missed | miss, layer),
+            "missed": put(cache["missed"], missed | miss, layer),
         }
     counts = {
         "lookups": first.sum(axis=0),
@@ -356,36 +335,9 @@ def _entry_weights(weights: Array, at: Array) -> Array:
     return weight
 
 
-def _against_router(shape: ProgramShape, row: Tree, routed: Routed) -> Array:
-    """float64 `[3, W]`: mass displaced, score regret, agreement of one row; exactly 0, 0, 1 if unchanged."""
-    router = row["router"][: shape.n_expert_used]
-    runs = (routed.experts >= 0) & ~routed.dropped
-    same = (members(jnp, routed.experts, router[:, None]) & runs).sum(axis=0)
-    agreement = same / jnp.maximum(row["router_k"], 1)
-    if not shape.scores:
-        return jnp.stack([jnp.zeros_like(agreement), jnp.zeros_like(agreement), agreement])
-    n = max(router.shape[0], shape.n_slots)
-
-    def lost(share: Array) -> Array:
-        # Slot by slot, so that an untouched row gives 0 whatever the order of the sum.
-        of_router = jnp.where(router >= 0, share[jnp.maximum(router, 0)], 0.0)[:, None]
-        of_run = jnp.where(runs, share[jnp.maximum(routed.experts, 0)], 0.0)
-        return (_longer(of_router, n) - _longer(of_run, n)).sum(axis=0)
-
-    return jnp.stack([lost(row["mass"]), lost(row["regret"]), agreement])
-
-
-def _longer(x: Array, n: int) -> Array:
-    return jnp.pad(x, ((0, n - x.shape[0]), (0, 0)))
-
-
 def _reading_slots(charged: Array, resident: Array, unseen: Array) -> Array:
     """bool `[K, W]`: slots a read is charged to, the first of its expert where that is missing."""
     slot = jnp.arange(charged.shape[0])
     earlier = (slot[None] < slot[:, None])[..., None]
     again = ((charged[:, None] == charged[None]) & earlier).any(axis=1)
     return (charged >= 0) & ~gather(resident, charged) & gather(unseen, charged) & ~again
-
-
-def _put(x: Array, of_layer: Array, layer: Array) -> Array:
-    return lax.dynamic_update_index_in_dim(x, of_layer, layer, 0)

@@ -9,16 +9,15 @@ Shapes: `E` experts per layer, `K` slots, `W` lanes.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
-from simlab.replay.shape import ProgramShape
-from simlab.routing import drop, drop_armed, rerank, swap
+from simlab.replay.shape import ProgramShape, Tree
+from simlab.routing import Rerouted, drop, drop_armed, members, rerank, swap
 from simlab.scores import applied_weights
 from simlab.types import Array, Candidates, LearnedValues, Row, Stage, Step
-
-Tree = dict[str, Any]
 
 
 class Routed(NamedTuple):
@@ -54,7 +53,7 @@ def route(shape: ProgramShape, lanes: Tree, row: Tree, resident: Array, state: T
     router = row["router"][: shape.n_slots, None]
     router = jnp.where((jnp.arange(shape.n_slots)[:, None] < k) & (router >= 0), router, -1)
 
-    experts, reranked, substituted = router, jnp.zeros_like(k), jnp.zeros_like(k)
+    found = Rerouted(router, jnp.zeros_like(k), jnp.zeros_like(k), None)
     step = shape.step("rerank") or shape.step("swap")
     if step is not None:
         stage, needs = step.policy.stage, step.policy.needs
@@ -70,33 +69,58 @@ def route(shape: ProgramShape, lanes: Tree, row: Tree, resident: Array, state: T
         if "weights" in needs:
             own = jnp.where(router[:, None] == expert, _weights(shape, row, router)[:, None], 0)
             candidates = candidates._replace(weight=own.sum(axis=0, dtype=jnp.float32))
-        candidates = _declared(step, candidates)
-        facts = _facts(step, row, k, resident, usable)
+        candidates = declared(step, candidates)
+        facts = facts_of(step, row, k, _n_resident(step, resident, usable))
         knobs = _knobs(lanes, stage)
         if stage == "rerank":
-            found = rerank(jnp, step, knobs, candidates, facts, router, armed, state[stage])
+            found = rerank(jnp, step, knobs, candidates, facts, router, armed, state[stage], shape.n_expert)
         else:
             # The cache may hold experts that the policy does not ask about.
             candidates = candidates._replace(resident=resident)
             found = swap(jnp, step, knobs, candidates, facts, router, usable, armed, state[stage])
-        experts, reranked, substituted, state[stage] = found
+        state[stage] = found.state
+    slot_resident = gather(resident, found.experts) & (found.experts >= 0)
+    step = shape.step("drop")
+    n_resident = _n_resident(step, resident, usable) if step is not None else None
+    return drop_slots(shape, lanes, row, router, found, slot_resident, n_resident, state)
 
+
+def drop_slots(
+    shape: ProgramShape,
+    lanes: Tree,
+    row: Tree,
+    router: Array,
+    found: Rerouted,
+    resident: Array,
+    n_resident: Array | None,
+    state: Tree,
+) -> tuple[Routed, Tree]:
+    """What a row's routing comes to after the drop policy, if there is one.
+
+    Args:
+        found: what the rerank or swap policy made of the `router`'s ids. resident: bool `[K, W]`, of its experts.
+        n_resident: `Row.n_resident` of the drop policy, None without one.
+    """
+    experts, n_lanes = found.experts, resident.shape[1]
     weights = _weights(shape, row, experts)
-    slot_resident = gather(resident, experts) & (experts >= 0)
     step = shape.step("drop")
     if step is None:
         dropped, walk = jnp.zeros(experts.shape, bool), experts
     else:
         slot = _along(jnp.arange(shape.n_slots, dtype=jnp.int32), n_lanes)
         learned = _learned(lanes, step, row["layer"], experts, n_lanes)
-        slots = Candidates(gather(value, experts), experts, slot, slot_resident, weights, learned=learned)
+        value = (
+            row["value"][jnp.maximum(experts, 0)] if shape.scores else jnp.zeros(experts.shape, jnp.float32)
+        )
+        slots = Candidates(value, experts, slot, resident, weights, learned=learned)
         # The driver itself needs the weights, to find the slot that is never dropped.
-        slots = _declared(step, slots)._replace(rank=slots.rank, weight=weights)
+        slots = declared(step, slots)._replace(rank=slots.rank, weight=weights)
         knobs = _knobs(lanes, "drop")
-        armed = drop_armed(jnp, step, knobs, armed) & row["valid"]
-        facts = _facts(step, row, k, resident, usable)
+        armed = drop_armed(jnp, step, knobs, _along(row["decode"], n_lanes)) & row["valid"]
+        facts = facts_of(step, row, lanes["k"], n_resident)
         dropped, walk, _, state["drop"] = drop(jnp, step, knobs, slots, facts, armed, state["drop"])
-    return Routed(router, experts, walk, dropped, weights, slot_resident, reranked, substituted), state
+    counts = found.reranked, found.substituted
+    return Routed(router, experts, walk, dropped, weights, resident, *counts), state
 
 
 def executed(row: Tree, resident: Array) -> Routed:
@@ -114,6 +138,40 @@ def executed(row: Tree, resident: Array) -> Routed:
     )
 
 
+def against_router(shape: ProgramShape, row: Tree, routed: Routed) -> Array:
+    """float64 `[3, W]`: mass displaced, score regret, agreement of one row; exactly 0, 0, 1 if unchanged."""
+    router = row["router"][: shape.n_expert_used]
+    runs = (routed.experts >= 0) & ~routed.dropped
+    same = (members(jnp, routed.experts, router[:, None]) & runs).sum(axis=0)
+    agreement = same / jnp.maximum(row["router_k"], 1)
+    if not shape.scores:
+        return jnp.stack([jnp.zeros_like(agreement), jnp.zeros_like(agreement), agreement])
+    n = max(router.shape[0], shape.n_slots)
+
+    def lost(share: Array) -> Array:
+        # Slot by slot, so that an untouched row gives 0 whatever the order of the sum.
+        of_router = jnp.where(router >= 0, share[jnp.maximum(router, 0)], 0.0)[:, None]
+        of_run = jnp.where(runs, share[jnp.maximum(routed.experts, 0)], 0.0)
+        return (_longer(of_router, n) - _longer(of_run, n)).sum(axis=0)
+
+    return jnp.stack([lost(row["mass"]), lost(row["regret"]), agreement])
+
+
+def _longer(x: Array, n: int) -> Array:
+    return jnp.pad(x, ((0, n - x.shape[0]), (0, 0)))
+
+
+def first_routing_state(shape: ProgramShape, n_lanes: int) -> Tree:
+    """Per stage, the per-layer state of its policy before the first row, `[B, W]`."""
+    return {
+        step.policy.stage: {
+            name: np.full((shape.n_layers, n_lanes), first, np.float32)
+            for name, first in step.policy.state.items()
+        }
+        for step in shape.steps
+    }
+
+
 def gather(of_expert: Array, experts: Array) -> Array:
     """`[E, W]` at ids `[K, W]`; slots that do not exist give expert 0's."""
     return jnp.take_along_axis(of_expert, jnp.maximum(experts, 0), axis=0)
@@ -123,7 +181,7 @@ def _along(x: Array, n_lanes: int) -> Array:
     return jnp.broadcast_to(x[..., None], (*x.shape, n_lanes))
 
 
-def _declared(step: Step, candidates: Candidates) -> Candidates:
+def declared(step: Step, candidates: Candidates) -> Candidates:
     """Zeros in the fields a policy did not say it needs."""
     fields = {"scores": "value", "rank": "rank", "weights": "weight"}
     hidden = [field for need, field in fields.items() if need not in step.policy.needs]
@@ -132,12 +190,10 @@ def _declared(step: Step, candidates: Candidates) -> Candidates:
     return candidates._replace(**{name: jnp.zeros_like(getattr(candidates, name)) for name in hidden})
 
 
-def _facts(step: Step, row: Tree, k: Array, resident: Array, usable: Array) -> Row:
+def facts_of(step: Step, row: Tree, k: Array, n_resident: Array) -> Row:
     """The row's facts for a policy: of the scores and of residency only what it declared."""
-    n_lanes, scores = resident.shape[1], "scores" in step.policy.needs
-    counted = resident & usable if scores else resident
+    n_lanes, scores = k.shape[0], "scores" in step.policy.needs
     nothing = jnp.zeros(n_lanes, jnp.float32)
-    n_resident = counted.sum(axis=0).astype(jnp.int32)
     return Row(
         k=k,
         layer=_along(row["layer"], n_lanes),
@@ -145,6 +201,12 @@ def _facts(step: Step, row: Tree, k: Array, resident: Array, usable: Array) -> R
         range=_along(row["range"], n_lanes) if scores else nothing,
         n_resident=n_resident if step.policy.uses_cache else jnp.zeros_like(n_resident),
     )
+
+
+def _n_resident(step: Step, resident: Array, usable: Array) -> Array:
+    """int32 `[W]`: experts in RAM, for a policy that reads scores only those of a finite one."""
+    counted = resident & usable if "scores" in step.policy.needs else resident
+    return counted.sum(axis=0).astype(jnp.int32)
 
 
 def _learned(lanes: Tree, step: Step, layer: Array, experts: Array, n_lanes: int) -> LearnedValues:

@@ -32,16 +32,17 @@ from simlab.replay.future import (
     next_use_columns,
     router_walks,
 )
-from simlab.replay.kernel import COUNTERS, NO_ROW, SUMS, Tree, first_carry, program
-from simlab.replay.shape import ProgramShape, code_key
+from simlab.replay.kernel import first_carry, program
+from simlab.replay.lanes import lanes_of, padded_lanes
+from simlab.replay.recency import is_recency
+from simlab.replay.recency_walk import RecencyWalk, can_count
+from simlab.replay.shape import COUNTERS, NO_ROW, SUMS, ProgramShape, Tree, code_key
 from simlab.replay.training import load_training, prepared
 from simlab.routing import knob_values
 from simlab.trace.store import Trace, open_trace
-from simlab.types import Cell, CellNumbers, EvictionPolicy, Knob, PhaseNumbers, Route
+from simlab.types import Cell, CellNumbers, PhaseNumbers, Route, Step
 
 CHUNK_ROWS = 512
-_EXACT_LANES = 16
-"""Up to this many, lanes come in powers of two; then in multiples of it."""
 
 TraceLike = Trace | str | os.PathLike[str]
 
@@ -92,6 +93,8 @@ class Group:
     """Per chunk, arrays `[rows, ..., lanes]`; empty unless the shape asks for detail."""
     foretold: Tree
     """Columns of its own, arrays `[all rows, ..., lanes]`: next uses, and a first pass's routing."""
+    walk: RecencyWalk | None
+    """The faster scan, where the group can take it."""
 
 
 class Replayer:
@@ -99,15 +102,23 @@ class Replayer:
 
     Args:
         detail: keep every slot of every row (for `slots.py`; memory grows with rows x lanes).
+        plain: use the scan that holds for every policy (`kernel.py`), even where LRU has a faster one.
         train: what policies that learn do so from, as `--train` takes it; rows of this trace they learn from
             run and are not counted.
     """
 
     def __init__(
-        self, trace: TraceLike, cells: Sequence[Cell], *, detail: bool = False, train: str | None = None
+        self,
+        trace: TraceLike,
+        cells: Sequence[Cell],
+        *,
+        detail: bool = False,
+        plain: bool = False,
+        train: str | None = None,
     ) -> None:
         self.trace = trace if isinstance(trace, Trace) else open_trace(trace)
         self.cells = list(cells)
+        self._plain = plain or detail
         self.columns = TraceColumns(self.trace)
         self.training = load_training(train, self.trace.header, self.columns) if train is not None else None
         if self.training is not None and self.training.uncounted is not None:
@@ -127,7 +138,7 @@ class Replayer:
         for index, cell in enumerate(self.cells):
             eviction = find_eviction(cell.evict)
             twice = "future" in eviction.needs and not follows_router(cell.route)
-            code = (code_key(cell.route.steps, eviction), cell.sequential, twice)
+            code = (code_key(cell.route.steps, eviction), cell.sequential, twice, *self._fast_kind(cell))
             by_code.setdefault(code, []).append(index)
         self.groups = [self._group(indices, detail) for indices in by_code.values()]
         self._needs = ColumnNeeds(
@@ -139,18 +150,27 @@ class Replayer:
         )
 
     def advance(self, n_rows: int = CHUNK_ROWS) -> bool:
-        """Replay up to `n_rows` further rows; False, and nothing done, at the end of the trace.
+        """Replay `n_rows` further rows and the batch they end in; False, and nothing done, at the trace's end.
 
         Raises:
             InputError: a drop policy met a weight that is NaN.
         """
-        stop = min(self.row + n_rows, self.columns.n_rows)
+        columns = self.columns
+        stop = min(self.row + n_rows, columns.n_rows)
         if self.row == stop:
             return False
+        stop += int(np.argmax(columns.batch_end[stop - 1 :]))
+        for group in self.groups:
+            if group.walk is not None:
+                group.carry = group.walk.advance(group.carry, group.lanes, self.row, stop)
+                self._check_weights(group)
+        plain = [group for group in self.groups if group.walk is None]
         for start in range(self.row, stop, CHUNK_ROWS):
             end = min(start + CHUNK_ROWS, stop)
+            if not plain:
+                break
             rows = self.columns.chunk(start, end, CHUNK_ROWS, self._needs)
-            for group in self.groups:
+            for group in plain:
                 own = {n: v for n, v in rows.items() if _wanted(n, group.shape)}
                 own["router"] = rows["router"][:, : group.n_list]
                 if "pass" in group.shape.eviction.needs:
@@ -179,6 +199,7 @@ class Replayer:
         state: Mapping[str, NDArray[Any]],
         *,
         detail: bool = False,
+        plain: bool = False,
         train: str | None = None,
     ) -> Replayer:
         """Go on where `state` was taken, with the same trace and cells.
@@ -186,7 +207,7 @@ class Replayer:
         Raises:
             InputError: the state is of other cells or of another model.
         """
-        replayer = cls(trace, cells, detail=detail, train=train)
+        replayer = cls(trace, cells, detail=detail, plain=plain, train=train)
         replayer.row = replayer.first_row = int(state["row"])
         for number, group in enumerate(replayer.groups):
 
@@ -196,7 +217,8 @@ class Replayer:
                     raise InputError("the saved state of a replay belongs to other cells or another model")
                 return found
 
-            group.carry = jax.device_put(jax.tree_util.tree_map_with_path(saved, group.carry))
+            carry = jax.tree_util.tree_map_with_path(saved, group.carry)
+            group.carry = jax.device_put(carry) if group.walk is None else group.walk.resumed(carry)
         return replayer
 
     def numbers(self) -> list[CellNumbers]:
@@ -258,15 +280,16 @@ class Replayer:
     def _group(self, indices: list[int], detail: bool) -> Group:
         header = self.trace.header
         cells = [self.cells[i] for i in indices]
-        cells += cells[-1:] * (_padded_lanes(len(cells)) - len(cells))
+        cells += cells[-1:] * (padded_lanes(len(cells)) - len(cells))
         eviction = find_eviction(cells[0].evict)
         widths = [effective_k(c.route, header) for c in cells]
         for cell, k in zip(cells, widths, strict=True):
             self._check_scores(cell.route, k)
         n_slots = max(widths)
         n_list = max(n_slots, header.n_expert_used)
+        fast = self._fast_kind(cells[0])
         shape = ProgramShape(
-            steps=cells[0].route.steps,
+            steps=_acting(cells[0].route) if fast else cells[0].route.steps,
             eviction=eviction,
             n_layers=len(header.moe_layers),
             n_expert=header.n_expert,
@@ -280,25 +303,60 @@ class Replayer:
             sequential=cells[0].sequential,
             executed="future" in eviction.needs and not follows_router(cells[0].route),
         )
-        carry = first_carry(shape, len(cells))
+        walk = None
+        if fast:
+            budgets = [
+                resolve_budget(c.budget, c.scope, header, k) for c, k in zip(cells, widths, strict=True)
+            ]
+            walk = RecencyWalk(self.columns, shape, budgets, self._entry_bytes)
+        carry = walk.first_carry(len(cells)) if walk is not None else first_carry(shape, len(cells))
         if eviction.prepare is not None:
             assert self.training is not None
-            sizes = np.array([header.entry_bytes[layer] for layer in header.moe_layers], np.int64)
             for lane, (cell, k) in enumerate(zip(cells, widths, strict=True)):
                 budget = resolve_budget(cell.budget, cell.scope, header, k)
                 knobs = knob_values(eviction.knobs, cell.evict_knobs)
-                for name, values in prepared(eviction, self.training.counts, sizes, budget, knobs).items():
+                for name, values in prepared(
+                    eviction, self.training.counts, self._entry_bytes, budget, knobs
+                ).items():
                     carry["eviction_state"][name][..., lane] = values
         return Group(
             shape=shape,
             indices=indices,
             n_lanes=len(cells),
             n_list=n_list if self.has_scores else min(n_list, self.trace.width),
-            lanes=jax.device_put(_lanes(self.trace, cells, widths, eviction) | self._learned(shape)),
+            lanes=jax.device_put(
+                lanes_of(header, cells, widths, eviction)
+                | self._learned(shape)
+                | (walk.lanes if walk is not None else {})
+            ),
             carry=jax.device_put(carry),
             detail=[],
             foretold=self._foretold(shape, cells, np.array(widths, np.int32)),
+            walk=walk,
         )
+
+    @cached_property
+    def _entry_bytes(self) -> NDArray[np.int64]:
+        """int64 `[B]`: bytes of an entry of each MoE layer."""
+        header = self.trace.header
+        return np.array([header.entry_bytes[layer] for layer in header.moe_layers], np.int64)
+
+    def _fast_kind(self, cell: Cell) -> tuple[Any, ...]:
+        """What the cells of a group must share to take the faster scan of `recency.py`; empty for those that cannot."""
+        steps = {step.policy.stage: step for step in _acting(cell.route)}
+        rerank, drop = steps.get("rerank"), steps.get("drop")
+        if self._plain or cell.sequential or "swap" in steps or not is_recency(find_eviction(cell.evict)):
+            return ()
+        if rerank is not None and (not rerank.policy.ordered or rerank.policy.learns):
+            return ()
+        if drop is not None and drop.knobs.get("prefill", 0) > 0:
+            return ()
+        k = effective_k(cell.route, self.trace.header)
+        if self.columns.speculative.shape[1] or not can_count(self._entry_bytes, self.trace.header.n_expert):
+            return ()
+        if (rerank or drop) and not self.columns.single_rows(k):
+            return ()
+        return ("recency", k, resolve_budget(cell.budget, cell.scope, self.trace.header, k).per_layer)
 
     def _learned(self, shape: ProgramShape) -> Tree:
         """What the routing policies of a group learned: one for all its lanes."""
@@ -408,39 +466,9 @@ def phase_numbers(
     )
 
 
-def _lanes(trace: Trace, cells: Sequence[Cell], widths: Sequence[int], eviction: EvictionPolicy) -> Tree:
-    """What differs between the cells of a program, arrays with lanes last; knobs as float32 or int32."""
-    header = trace.header
-    budgets = [resolve_budget(c.budget, c.scope, header, k) for c, k in zip(cells, widths, strict=True)]
-    return {
-        "k": np.array(widths, np.int32),
-        "knobs": {
-            step.policy.stage: {
-                name: _knob(knob, [c.route.steps[place].knobs.get(name, knob.default) for c in cells])
-                for name, knob in step.policy.knobs.items()
-            }
-            for place, step in enumerate(cells[0].route.steps)
-        },
-        "eviction_knobs": {
-            name: _knob(knob, [c.evict_knobs.get(name, knob.default) for c in cells])
-            for name, knob in eviction.knobs.items()
-        },
-        "total_budget": np.array([b.total_bytes for b in budgets], np.int64),
-        "layer_budget": np.array([b.layer_bytes for b in budgets], np.int64).T.copy(),
-        "per_layer": np.array([b.per_layer for b in budgets]),
-        "off": np.array([b.off for b in budgets]),
-        "entry_bytes": np.array([header.entry_bytes[layer] for layer in header.moe_layers], np.int64),
-    }
-
-
-def _padded_lanes(n_cells: int) -> int:
-    """Lanes to compile for: a few sizes, so that sweeps of like size share a compiled program."""
-    power = 1 << (n_cells - 1).bit_length()
-    return power if power <= _EXACT_LANES else -(-n_cells // _EXACT_LANES) * _EXACT_LANES
-
-
-def _knob(knob: Knob, values: Sequence[float]) -> NDArray[Any]:
-    return np.array(values, np.int32 if knob.integer else np.float32)
+def _acting(route: Route) -> tuple[Step, ...]:
+    """The steps of a route that may change a row."""
+    return tuple(step for step in route.steps if not step.policy.is_builtin("original"))
 
 
 def _wanted(column: str, shape: ProgramShape) -> bool:

@@ -1,12 +1,55 @@
-"""What is compiled into a replay program, apart from what is data along its lanes."""
+"""What is compiled into a replay program, apart from what is data along its lanes, and what all programs count."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
 from simlab.replay.columns import WeightSource
-from simlab.types import EvictionPolicy, RoutingPolicy, Stage, Step, WeightRule
+from simlab.types import Array, EvictionPolicy, RoutingPolicy, Stage, Step, WeightRule
+
+# Byte counts pass 2^31 at 2 GiB, where int32 would wrap without a word.
+jax.config.update("jax_enable_x64", True)
+
+Tree = dict[str, Any]
+
+COUNTERS = (
+    "lookups", "hits", "misses", "cold_misses", "read_bytes", "slots", "reranked", "substituted", "dropped",
+    "evictions", "rereads",
+)  # fmt: skip
+SUMS = ("mass_displaced", "score_regret", "agreement")
+NO_ROW = np.iinfo(np.int64).max
+"""In `nan_row`: no row so far."""
+
+
+def at_layer(x: Array, layer: Array) -> Array:
+    """`x[layer]`."""
+    return lax.dynamic_index_in_dim(x, layer, 0, keepdims=False)
+
+
+def put(x: Array, of_layer: Array, layer: Array) -> Array:
+    """`x` with `of_layer` at `layer`."""
+    return lax.dynamic_update_index_in_dim(x, of_layer, layer, 0)
+
+
+def first_counts(n_lanes: int) -> Tree:
+    """Counters and sums before the first row, by phase (prefill, decode)."""
+    return {
+        "counters": np.zeros((2, len(COUNTERS), n_lanes), np.int64),
+        "sums": np.zeros((2, len(SUMS), n_lanes), np.float64),
+        # First row in which an existing slot's weight is NaN.
+        "nan_row": np.full(n_lanes, NO_ROW, np.int64),
+    }
+
+
+def in_phase(row: Tree) -> Array:
+    """bool `[2, 1, 1]`: the phase a row is counted in, if in any."""
+    return row["counted"] & (jnp.arange(2) == row["decode"])[:, None, None]
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from simlab.replay.kernel import COUNTERS, SUMS
 from simlab.replay.run import Group, Replayer, TraceLike
+from simlab.replay.shape import COUNTERS, SUMS
 from simlab.types import Cell, CellNumbers
 
 _WHERE = ("turn", "graph", "phase", "step", "layer")

@@ -1,0 +1,94 @@
+"""Batches as the scan of `recency.py` takes them: what each looks up, and where it lies in the walk.
+
+A batch whose routing does not depend on the lane (prefill, or decode without a policy) comes as the list of its
+experts in the order of their last occurrence: that order is all LRU keeps of a batch. A row that lanes route by
+themselves comes with its experts in score order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simlab.replay.columns import TraceColumns
+
+WORD = 32
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Consecutive batches that one program walks."""
+
+    kind: str
+    """"routed": single rows that lanes route; "narrow": lists of k experts; "wide": lists of any length."""
+    rows: slice
+    """Routing rows of the trace."""
+
+
+def stretches(columns: TraceColumns, k: int, routed: bool, start: int, stop: int) -> list[Stretch]:
+    """Cut rows `start` to `stop`, which hold whole batches, into stretches.
+
+    Args:
+        k: slots of a row that count. routed: whether a policy routes the rows of decode graphs.
+    """
+    # Beside routed rows, few batches are as narrow as k: they do not earn a program of their own.
+    listed = np.ones(stop - start, int) if routed else np.where(columns.plain_rows(k)[start:stop], 0, 1)
+    kinds = np.where(columns.decode[start:stop] & routed, 2, listed)
+    edges = np.flatnonzero(np.diff(kinds)) + 1
+    found = []
+    for a, b in zip([0, *edges], [*edges, stop - start], strict=True):
+        if b > a:
+            found.append(
+                Stretch(("narrow", "wide", "routed")[kinds[a]], slice(start + int(a), start + int(b)))
+            )
+    return found
+
+
+def walked(ids: NDArray[np.int32], starts: NDArray[np.int64], width: int) -> NDArray[np.int32]:
+    """int32 `[batches, width]`: each batch's experts in the order of their last occurrence, then -1.
+
+    Args:
+        ids: int32 `[rows, k]`. starts: first row of each batch.
+    """
+    found = np.full((len(starts), width), -1, np.int32)
+    for number, (a, b) in enumerate(zip(starts, [*starts[1:], len(ids)], strict=True)):
+        backwards = ids[a:b].ravel()[::-1]
+        experts, at = np.unique(backwards[backwards >= 0], return_index=True)
+        found[number, : len(experts)] = experts[np.argsort(-at)]
+    return found
+
+
+def score_order(values: NDArray[np.float32]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Experts of each row by value, best first, ties by id; and their values. `[rows, n_expert]` each.
+
+    The ids are padded with zeros to a multiple of 32 experts.
+    """
+    n_rows, n_expert = values.shape
+    bits = values.view(np.int32)
+    ascending = np.where(bits < 0, bits ^ np.int32(0x7FFFFFFF), bits).astype(np.int64)
+    # Ids are the low bits of one number to sort by: several times faster than a stable argsort.
+    keys = (~ascending << 16) | np.arange(n_expert)
+    keys.sort(axis=1)
+    order = np.zeros((n_rows, -(-n_expert // WORD) * WORD), np.int32)
+    order[:, :n_expert] = keys & 0xFFFF
+    return order, np.take_along_axis(values, order[:, :n_expert], axis=1)
+
+
+def finite_words(ranked: NDArray[np.float32], width: int) -> NDArray[np.uint32]:
+    """uint32 `[rows, width / 32]`: the bits of the ranks whose value is finite."""
+    finite = np.zeros((len(ranked), width), np.uint64)
+    finite[:, : ranked.shape[1]] = np.isfinite(ranked)
+    words = finite.reshape(len(ranked), -1, WORD) << np.arange(WORD, dtype=np.uint64)
+    return words.sum(axis=2).astype(np.uint32)
+
+
+def padded(columns: dict[str, NDArray[Any]], size: int) -> dict[str, NDArray[Any]]:
+    """Columns filled up with zeros to `size` rows, which are never walked."""
+    n = len(next(iter(columns.values())))
+    return {
+        name: np.concatenate([x, np.zeros((size - n, *x.shape[1:]), x.dtype)]) if n < size else x
+        for name, x in columns.items()
+    }

@@ -1,0 +1,215 @@
+"""A group of cells under LRU: cuts the trace into stretches of batches and hands them to the scan of `recency.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from simlab.replay.batches import WORD, Stretch, finite_words, padded, score_order, stretches, walked
+from simlab.replay.columns import ColumnNeeds, TraceColumns
+from simlab.replay.programs import compiled
+from simlab.replay.recency import WINDOW_WORDS, RecencyShape, first_carry, renumbered, run
+from simlab.replay.shape import COUNTERS, SUMS, ProgramShape, Tree
+from simlab.types import ResolvedBudget
+
+_BATCHES = {"routed": 512, "narrow": 512, "wide": 16}
+"""Batches in one call of a program."""
+_LARGEST = 2**30
+
+
+class RecencyWalk:
+    """The walk of a group's lanes through their caches.
+
+    Args:
+        sizes: bytes of an entry of each MoE layer.
+    """
+
+    def __init__(
+        self,
+        columns: TraceColumns,
+        program: ProgramShape,
+        budgets: Sequence[ResolvedBudget],
+        sizes: NDArray[np.int64],
+    ) -> None:
+        self._columns = columns
+        self._program = program
+        per_layer = budgets[0].per_layer
+        unit = _unit(sizes)
+        units = (sizes // unit).astype(np.int32)
+        line_sizes, line_of_layer = np.unique(units, return_inverse=True)
+        n_caches = program.n_layers if per_layer else 1
+        # Places below this are what a renumbering hands out.
+        self._first_place = program.n_expert * (1 if per_layer else program.n_layers)
+        room = max(_BATCHES["narrow"] * program.n_slots, _BATCHES["wide"] * program.n_expert)
+        n_words = -(-(self._first_place + 2 * room) // WORD) + WINDOW_WORDS + program.n_expert // WORD + 1
+        self._last_place = self._first_place + 2 * room
+        self._shape = RecencyShape(
+            program=program,
+            n_slots=program.n_slots,
+            routed=False,
+            per_layer=per_layer,
+            n_lines=program.n_layers if per_layer else len(line_sizes),
+            n_words=n_words,
+        )
+        self._line_of_layer = line_of_layer.astype(np.int32)
+        limits = [[b.total_bytes] if not per_layer else b.layer_bytes for b in budgets]
+        budget = np.minimum(np.array(limits, np.int64).T // unit, _LARGEST).astype(np.int32)
+        off = np.array([b.off for b in budgets])
+        self.lanes: Tree = {
+            "units": units,
+            "line_units": units if per_layer else line_sizes.astype(np.int32),
+            "budget": np.where(off, np.int32(_LARGEST), budget),
+        }
+        self._routes = any(s.policy.stage != "width" for s in program.steps)
+        # Next free place of each cache; none is known before a carry is renumbered.
+        self._next = np.full(n_caches, self._first_place)
+
+    def first_carry(self, n_lanes: int) -> Tree:
+        """An empty cache and zero counters."""
+        return first_carry(self._shape, n_lanes)
+
+    def resumed(self, carry: Tree) -> Tree:
+        """A carry that was saved, ready to go on from."""
+        return self._renumbered(jax.device_put(carry))
+
+    def advance(self, carry: Tree, lanes: Tree, start: int, stop: int) -> Tree:
+        """The carry after rows `start` to `stop`, which hold whole batches."""
+        for stretch in stretches(self._columns, self._program.n_slots, self._routes, start, stop):
+            first = stretch.rows.start + np.flatnonzero(self._columns.batch_start[stretch.rows])
+            n_batches = _BATCHES[stretch.kind]
+            for at in range(0, len(first), n_batches):
+                starts = first[at : at + n_batches]
+                end = first[at + n_batches] if at + n_batches < len(first) else stretch.rows.stop
+                piece = Stretch(stretch.kind, slice(int(starts[0]), int(end)))
+                carry = self._walk(carry, lanes, piece, starts)
+        return carry
+
+    def _walk(self, carry: Tree, lanes: Tree, piece: Stretch, starts: NDArray[np.int64]) -> Tree:
+        """One call of a program: the batches that begin at rows `starts`."""
+        columns, program = self._columns, self._program
+        routed, wide = piece.kind == "routed", piece.kind == "wide"
+        rows = columns.chunk(
+            piece.rows.start, piece.rows.stop, piece.rows.stop - piece.rows.start, self._needs(routed)
+        )
+        n_slots = program.n_expert if wide else program.n_slots
+        if routed:
+            given = _routed_columns(rows)
+        else:
+            carry = carry | self._lane_independent(carry, rows)
+            lists = rows["router"][:, : program.n_slots]
+            lists = walked(lists, starts - piece.rows.start, n_slots) if wide else lists
+            at = starts - piece.rows.start
+            given = {"experts": lists} | {name: rows[name][at] for name in ("layer", "decode", "counted")}
+        n_places = (given["experts"] >= 0).sum(axis=1) if wide else np.full(len(starts), n_slots)
+        carry, base = self._places(carry, given["layer"], n_places)
+        given |= {"base": base, "line": self._line_of_layer[given["layer"]]}
+        shape = dataclasses.replace(self._shape, n_slots=n_slots, routed=routed)
+        n_lanes = carry["used"].shape[1]
+
+        def function(carry: Tree, rows: Tree, n: Any, lanes: Tree) -> Tree:
+            return run(shape, carry, rows, n, lanes)
+
+        call = compiled((shape.key, n_lanes), function)
+        return call(carry, padded(given, _BATCHES[piece.kind]), np.int32(len(starts)), lanes)
+
+    def _needs(self, routed: bool) -> ColumnNeeds:
+        program = self._program
+        weights = frozenset([program.weights] if routed and program.weights else [])
+        fewer = program.n_slots != program.n_expert_used
+        scores = program.scores and (routed or fewer or program.n_slots > self._columns.trace.width)
+        n_slots = max(program.n_slots, program.n_expert_used)
+        return ColumnNeeds(n_slots, scores=scores, rank=False, weights=weights)
+
+    def _places(
+        self, carry: Tree, layers: NDArray[np.int32], n_places: NDArray[np.int64]
+    ) -> tuple[Tree, NDArray[np.int32]]:
+        """The first place of each batch in its cache's walk; renumbers the carry's where they would not suffice."""
+        cache = layers if self._shape.per_layer else np.zeros_like(layers)
+        taken = np.zeros(len(layers), np.int64)
+        total = np.zeros(len(self._next), np.int64)
+        for one in np.unique(cache):
+            mine = cache == one
+            taken[mine] = np.cumsum(n_places[mine]) - n_places[mine]
+            total[one] = n_places[mine].sum()
+        if (self._next + total > self._last_place).any():
+            carry = self._renumbered(carry)
+        base = self._next[cache] + taken
+        self._next = self._next + total
+        return carry, base.astype(np.int32)
+
+    def _renumbered(self, carry: Tree) -> Tree:
+        shape, line_of_layer = self._shape, jnp.asarray(self._line_of_layer)
+        n_lanes = carry["used"].shape[1]
+        call = compiled(
+            ("renumber", shape.key, n_lanes), lambda carry: renumbered(shape, carry, line_of_layer)
+        )
+        self._next = np.full_like(self._next, self._first_place)
+        return call(carry)
+
+    def _lane_independent(self, carry: Tree, rows: dict[str, NDArray[Any]]) -> Tree:
+        """Counters and sums with what rows add that no lane changes: slots, agreement, and a narrower k's loss."""
+        program = self._program
+        walk, router = rows["router"][:, : program.n_slots], rows["router"][:, : program.n_expert_used]
+        counters, sums = np.array(carry["counters"]), np.array(carry["sums"])
+        n_slots = (walk >= 0).sum(axis=1)
+        shared = min(walk.shape[1], program.n_expert_used)
+        same = (router[:, :shared] >= 0).sum(axis=1)
+        rated = {"agreement": same / np.maximum(rows["router_k"], 1)}
+        if program.scores and program.n_slots != program.n_expert_used:
+            rated |= {
+                name: _lost(rows[column], router, walk)
+                for name, column in (("mass_displaced", "mass"), ("score_regret", "regret"))
+            }
+        for phase in (0, 1):
+            mine = rows["counted"] & (rows["decode"] == phase)
+            counters[phase, COUNTERS.index("slots")] += n_slots[mine].sum()
+            for name, values in rated.items():
+                at = SUMS.index(name)
+                # Row after row, as the other scan adds them up.
+                column = np.repeat(values[mine][:, None], sums.shape[2], axis=1)
+                sums[phase, at] = np.add.accumulate(np.concatenate([sums[phase, at][None], column]))[-1]
+        return {"counters": counters, "sums": sums}
+
+
+def _unit(sizes: NDArray[np.int64]) -> int:
+    """Bytes that all entry sizes are multiples of."""
+    return int(np.gcd.reduce(sizes))
+
+
+def can_count(sizes: NDArray[np.int64], n_expert: int) -> bool:
+    """Whether all experts' bytes, in their common unit, can be counted in int32."""
+    return int(sizes.sum()) // _unit(sizes) * n_expert < _LARGEST
+
+
+def _routed_columns(rows: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Columns of single rows that lanes route."""
+    names = ("layer", "decode", "counted", "valid", "row", "router", "router_k")
+    of_scores = ("top", "range", "value", "mass", "regret", "numerator", "weight")
+    given = {name: rows[name] for name in (*names, *of_scores) if name in rows}
+    if "value" in rows:
+        given["order"], given["ranked"] = score_order(rows["value"])
+        given["finite"] = finite_words(given["ranked"], given["order"].shape[1])
+    return given
+
+
+def _lost(
+    share: NDArray[np.float64], router: NDArray[np.int32], walk: NDArray[np.int32]
+) -> NDArray[np.float64]:
+    """float64 `[rows]`: what the router's experts hold and those that run do not, slot by slot."""
+    lost = np.zeros(len(share))
+    rows = np.arange(len(share))
+    for slot in range(max(router.shape[1], walk.shape[1])):
+        of = [
+            np.where(ids[:, slot] >= 0, share[rows, np.maximum(ids[:, slot], 0)], 0.0)
+            if slot < ids.shape[1]
+            else np.zeros(len(share))
+            for ids in (router, walk)
+        ]
+        lost += of[0] - of[1]
+    return lost

@@ -1,0 +1,291 @@
+"""The faster scan for LRU against the one that holds for every policy: the same caches after every batch."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from synthetic import Synthetic, biased_sigmoid, generate, make_header, raw_logits, without_scores
+
+from simlab.cells import build_cells
+from simlab.errors import InputError
+from simlab.policy import eviction, find_eviction, routing
+from simlab.policy_check import check_policy
+from simlab.replay import recency_walk
+from simlab.replay.recency import WORD, Passed, is_recency, nth_one, pass_bits
+from simlab.replay.run import Replayer
+from simlab.trace.store import Trace, open_trace
+from simlab.types import Cell, Choice
+
+ROUTES = ["substitute:L=0.1", "substitute:L=0.4", "substitute:L=1"]
+BUDGETS = ["6%", "20%", "45%", "100%"]
+# As few programs as possible: every route and scope of a test is one group of lanes.
+few = settings(
+    max_examples=12,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+
+
+def holds(replayer: Replayer, cell: int) -> tuple[list[tuple[int, int]], np.ndarray]:
+    """A cell's entries from the least to the most recently used, and whether each is in RAM `[B, E]`."""
+    for group in replayer.groups:
+        if cell in group.indices:
+            lane = group.indices.index(cell)
+            stamp = np.asarray(group.carry["stamp"])[..., lane]
+            if group.walk is None:
+                resident = np.asarray(group.carry["resident"])[..., lane]
+            else:
+                resident = stamp > np.asarray(group.carry["mark"])[..., lane][:, None]
+            seen = [(int(stamp[at]), at) for at in zip(*np.nonzero(stamp >= 0), strict=True)]
+            return [(int(b), int(e)) for _, (b, e) in sorted(seen)], resident
+    raise AssertionError(cell)
+
+
+def agree(trace: Trace, cells: list[Cell], *, rows_at_once: int = 1, order: bool = True) -> Replayer:
+    """Walk both scans side by side and compare caches and counters after every step."""
+    fast, plain = Replayer(trace, cells), Replayer(trace, cells, plain=True)
+    assert all(group.walk is not None for group in fast.groups)
+    assert all(group.walk is None for group in plain.groups)
+    while plain.advance(rows_at_once):
+        assert fast.advance(rows_at_once)
+        assert fast.row == plain.row
+        for cell in range(len(cells)):
+            (one, in_ram), (other, also) = holds(fast, cell), holds(plain, cell)
+            assert np.array_equal(in_ram, also)
+            if order:
+                assert one == other
+            else:
+                # A place of one cache says nothing about another's.
+                for layer in range(len(trace.header.moe_layers)):
+                    assert [e for b, e in one if b == layer] == [e for b, e in other if b == layer]
+        for mine, theirs in zip(fast.numbers(), plain.numbers(), strict=True):
+            for phase in ("decode", "all"):
+                a, b = vars(getattr(mine, phase)), vars(getattr(theirs, phase))
+                for name, value in b.items():
+                    close = value is not None and name in ("mass_displaced", "score_regret")
+                    assert a[name] == (pytest.approx(value, rel=1e-12, abs=1e-15) if close else value), name
+    assert not fast.advance()
+    return fast
+
+
+def written(trace: Synthetic) -> Trace:
+    folder = Path(tempfile.mkdtemp()) / "t"
+    return trace.write(folder)
+
+
+@pytest.fixture
+def short_calls(monkeypatch):
+    """Few batches in one call, so that places are counted anew again and again."""
+    monkeypatch.setattr(recency_walk, "_BATCHES", {"routed": 4, "narrow": 4, "wide": 2})
+
+
+traces = st.builds(
+    lambda sizes, **options: generate(make_header(n_layer=2, n_expert=40, k=3, sizes=sizes), **options),
+    sizes=st.sampled_from([(1000,), (1000, 1500)]),
+    seed=st.integers(0, 2**32 - 1),
+    n_prefill=st.integers(0, 5),
+    n_decode=st.integers(0, 12),
+    n_turns=st.integers(1, 2),
+    throw_away=st.booleans(),
+    grain=st.sampled_from([0.0, 0.7]),
+    last_layer_one_row=st.booleans(),
+)
+
+
+@pytest.mark.slow
+@given(traces)
+@few
+def test_substitution_walks_alike(short_calls, trace):
+    agree(written(trace), build_cells(budgets=BUDGETS, routes=ROUTES))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_expert", [5, 32, 70])
+def test_any_number_of_experts(short_calls, n_expert):
+    header = make_header(n_layer=3, n_expert=n_expert, k=4, sizes=(700, 900, 1100))
+    for seed in range(2):
+        trace = written(generate(header, seed=seed, n_prefill=3, n_decode=9, grain=0.5))
+        agree(trace, build_cells(budgets=BUDGETS, routes=ROUTES))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "routes",
+    [
+        ["substitute:L=0.2+drop_cold:F=1", "substitute:L=0.4+drop_cold:F=0.6,renorm=0"],
+        ["drop_cold:F=1", "drop_cold:F=0.5"],
+        ["skip_ratio:beta=0.5", "skip_ratio:beta=0.9"],
+        ["resident_only"],
+        ["top_k:k=2+substitute:L=0.3", "top_k:k=2+substitute:L=0.6"],
+        ["top_k:k=6+substitute:L=0.3"],
+        ["top_k:k=2", "original"],
+    ],
+    ids=lambda routes: routes[0],
+)
+def test_routes_walk_alike(routes):
+    header = make_header(n_layer=2, n_expert=24, k=4, sizes=(1000, 1300))
+    trace = written(generate(header, seed=3, n_prefill=4, n_decode=20, n_turns=2, throw_away=True))
+    agree(trace, build_cells(budgets=BUDGETS, routes=routes), rows_at_once=3)
+
+
+@pytest.mark.slow
+def test_layers_of_their_own_walk_alike(short_calls):
+    header = make_header(n_layer=3, n_expert=40, k=3, sizes=(1000, 1300))
+    trace = written(generate(header, seed=5, n_prefill=4, n_decode=30))
+    cells = build_cells(budgets=BUDGETS, routes=ROUTES, scope="per_layer")
+    cells += build_cells(budgets=["4/layer", "9/layer"], routes=ROUTES)
+    assert len(agree(trace, cells, order=False).groups) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scorer", [biased_sigmoid, raw_logits], ids=lambda s: s.__name__)
+def test_other_scores_walk_alike(scorer):
+    """-inf, inf and NaN among them, and rows that are all of one score."""
+
+    def odd(rng, logits):
+        found = dict(scorer(rng, logits))
+        scores = found["scores"].copy()
+        scores[rng.random(len(scores)) < 0.5] = -np.inf
+        scores[rng.random(len(scores)) < 0.05] = np.nan
+        scores[rng.random(len(scores)) < 0.02] = np.inf
+        if rng.random() < 0.1:
+            scores[:] = 0.25
+        return found | {"scores": scores}
+
+    header = make_header(
+        n_layer=2, n_expert=24, k=4, gating="sigmoid" if scorer is biased_sigmoid else "logits", space="raw"
+    )
+    trace = written(generate(header, seed=4, n_decode=40, scorer=odd))
+    agree(trace, build_cells(budgets=BUDGETS, routes=[*ROUTES, "resident_only"]), rows_at_once=2)
+
+
+@pytest.mark.slow
+def test_without_scores_and_without_a_cache(short_calls):
+    header = make_header(n_layer=2, n_expert=24, k=4)
+    trace = written(without_scores(generate(header, seed=6, n_decode=20, last_layer_one_row=True)))
+    agree(trace, build_cells(budgets=[*BUDGETS, "off"], routes=["original"]))
+
+
+def test_one_layer_one_expert_per_token_and_no_decode():
+    header = make_header(n_layer=1, n_expert=4, k=1)
+    agree(written(generate(header, n_prefill=0, n_decode=9)), build_cells(budgets=BUDGETS, routes=ROUTES))
+    agree(written(generate(header, n_decode=0)), build_cells(budgets=BUDGETS, routes=ROUTES))
+
+
+@pytest.mark.slow
+def test_a_saved_state_goes_on(short_calls):
+    trace = written(generate(make_header(n_layer=2, n_expert=40, k=3), seed=8, n_decode=30))
+    cells = build_cells(budgets=BUDGETS, routes=ROUTES)
+    whole = agree(trace, cells)
+    part = Replayer(trace, cells)
+    part.advance(41)
+    again = Replayer.from_state(trace, cells, part.state())
+    while again.advance(7):
+        pass
+    assert again.numbers() == whole.numbers()
+
+
+def test_what_cannot_take_the_faster_scan():
+    header = make_header(n_layer=2, n_expert=24, k=4)
+    many = written(generate(header, tokens_per_decode_graph=2))
+    one = written(generate(header))
+    cells = build_cells(budgets=["20%"], routes=["substitute:L=.1"])
+    walks = [Replayer(t, cells).groups[0].walk is not None for t in (many, one)]
+    # Several tokens of one decode graph share a batch's residency.
+    assert walks == [False, True]
+    for cells in (
+        build_cells(budgets=["20%"], routes=["cache_prior"]),
+        build_cells(budgets=["20%"], routes=["swap_on_miss"]),
+        build_cells(budgets=["20%"], routes=["drop_cold:prefill=1"]),
+        build_cells(budgets=["20%"], evicts=["lfu"]),
+        build_cells(budgets=["20%"], sequential=True),
+    ):
+        (group,) = Replayer(one, cells).groups
+        assert group.walk is None
+
+
+# -- its parts -----------------------------------------------------------------------------------------------
+
+
+def test_lru_is_known_by_its_code():
+    @eviction()
+    def mine(xp, state, last_position, batch, knobs):
+        return last_position
+
+    @eviction()
+    def backwards(xp, state, last_position, batch, knobs):
+        return -last_position
+
+    named = [is_recency(find_eviction(name)) for name in ("lru", "layer_lru", "fifo", "random", "clock")]
+    assert named == [True, True, False, False, False]
+    assert is_recency(mine)
+    assert not is_recency(backwards)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 2**WORD - 1), min_size=3, max_size=3), min_size=1, max_size=8),
+    st.integers(0, 100),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_nth_set_bit(lanes, n):
+    words = np.array(lanes, np.uint32).T
+    found = np.asarray(nth_one(words, np.full((1, words.shape[1]), n, np.int32)))[0]
+    for lane, place in enumerate(found):
+        ones = [i for i in range(3 * WORD) if words[i // WORD, lane] >> (i % WORD) & 1]
+        assert place == ones[n] if n < len(ones) else place >= 3 * WORD
+
+
+@given(
+    st.lists(st.integers(0, 2**WORD - 1), min_size=6, max_size=6),
+    st.integers(1, 400),
+    st.integers(0, 120),
+)
+@settings(max_examples=100, deadline=None)
+def test_the_watermark_passes_as_little_as_it_must(bits, over, last):
+    """Two lines of entries of 2 and 5 units, three words each; the window starts at word 4."""
+    second = [b & ~a for a, b in zip(bits[:3], bits[3:], strict=True)]
+    window = np.array([bits[:3], second], np.uint32)[..., None]
+    start = Passed(*(np.array([x], np.int32) for x in (4 * WORD - 1, over, 7)))
+    limit = np.array([4 * WORD + last], np.int32)
+    sizes, first = np.array([2, 5], np.int32), np.array([4], np.int32)
+    moved = pass_bits(window, sizes, first, start, limit)
+    freed = gone = end = 0
+    for place in range(3 * WORD):
+        for line, size in enumerate((2, 5)):
+            if window[line, place // WORD, 0] >> (place % WORD) & 1 and freed < over:
+                freed, gone, end = freed + size, gone + 1, place
+    if freed < over:
+        end = 3 * WORD - 1
+    assert int(moved.over[0]) == over - freed
+    assert int(moved.evicted[0]) == 7 + gone
+    assert int(moved.mark[0]) == min(4 * WORD + end, 4 * WORD + last)
+
+
+def test_ordered_is_for_scores_alone():
+    with pytest.raises(InputError, match="only a rerank policy that needs nothing but scores"):
+
+        @routing("rerank", needs={"scores", "rank"}, ordered=True)
+        def wrong(xp, candidates, row, state, knobs):
+            return Choice(value=candidates.value), state
+
+
+def test_a_policy_that_is_not_ordered_as_it_says_is_refused():
+    @routing("rerank", needs={"scores"}, ordered=True)
+    def upside_down(xp, candidates, row, state, knobs):
+        return Choice(value=-candidates.value), state
+
+    with pytest.raises(InputError, match="ordered"):
+        check_policy(upside_down)
+
+
+@pytest.mark.slow
+def test_a_shipped_trace_walks_alike():
+    trace = open_trace(Path(__file__).parents[1] / "traces" / "original.trace")
+    cells = build_cells(budgets=["0.6cycles", "1.2cycles", "2cycles", "60%"], margins=["0.05", "0.15", "0.6"])
+    agree(trace, cells, rows_at_once=200)
