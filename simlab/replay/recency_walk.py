@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simlab.replay.batches import WORD, Stretch, finite_words, padded, score_order, stretches, walked
-from simlab.replay.columns import ColumnNeeds, TraceColumns
+from simlab.replay.columns import ColumnNeeds, TraceColumns, WeightSource
 from simlab.replay.programs import compiled
 from simlab.replay.recency import WINDOW_WORDS, RecencyShape, first_carry, renumbered, run
 from simlab.replay.shape import COUNTERS, SUMS, ProgramShape, Tree
@@ -120,7 +120,7 @@ class RecencyWalk:
 
     def _needs(self, routed: bool) -> ColumnNeeds:
         program = self._program
-        weights = frozenset([program.weights] if routed and program.weights else [])
+        weights: frozenset[WeightSource] = frozenset([program.weights] if routed and program.weights else [])
         fewer = program.n_slots != program.n_expert_used
         scores = program.scores and (routed or fewer or program.n_slots > self._columns.trace.width)
         n_slots = max(program.n_slots, program.n_expert_used)
