@@ -27,7 +27,7 @@ from simlab.scores import (
     router_ranking,
     row_statistics,
 )
-from simlab.trace.store import Trace
+from simlab.trace.store import BLOCK_ROWS, Trace
 from simlab.types import DECODE, THROW_AWAY_TURN
 
 WeightSource = Literal["scores", "recorded"]
@@ -57,6 +57,7 @@ class TraceColumns:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self._plain_rows: dict[int, NDArray[np.bool_]] = {}
+        self._blocks: dict[str, tuple[int, NDArray[Any]]] = {}
         header = trace.header
         wanted = ("turn", "graph", "phase", "step", "layer", "pos_in_graph", "router_experts")
         ids = trace.collect("routing", trace.routing.select(wanted))
@@ -155,8 +156,16 @@ class TraceColumns:
         return {name: _padded(name, column, size) for name, column in columns.items()}
 
     def _read(self, column: str, start: int, stop: int) -> NDArray[Any]:
-        rows = self.trace.routing.select(column).slice(start, stop - start)
-        return self.trace.collect("routing", rows).to_series().to_numpy().reshape(stop - start, -1)
+        """Rows of a column; the block of the trace they lie in is kept, since the next rows lie there too."""
+        parts = []
+        for number in range(start // BLOCK_ROWS, -(-stop // BLOCK_ROWS)):
+            first = number * BLOCK_ROWS
+            if self._blocks.get(column, (None,))[0] != number:
+                rows = self.trace.routing.select(column).slice(first, BLOCK_ROWS)
+                values = self.trace.collect("routing", rows).to_series()
+                self._blocks[column] = number, values.to_numpy().reshape(len(values), -1)
+            parts.append(self._blocks[column][1][max(start - first, 0) : stop - first])
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _score_columns(self, start: int, stop: int, needs: ColumnNeeds) -> dict[str, NDArray[Any]]:
         header = self.trace.header

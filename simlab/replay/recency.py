@@ -19,9 +19,11 @@ is all layers, or with budgets per layer one of them; a *line* is the entries of
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -35,7 +37,6 @@ from simlab.replay.shape import (
     Tree,
     at_layer,
     first_counts,
-    in_phase,
     put,
 )
 from simlab.routing import Rerouted, rerank
@@ -203,17 +204,49 @@ def _words_of(n_slots: int) -> int:
     return (n_slots + WORD - 2) // WORD + 1
 
 
+_COUNTED = ("lookups", "hits", "cold_misses", "evictions", "reranked", "substituted", "dropped")
+"""What a step counts; the rest follows from it after the loop, for all rows at once."""
+
+
 def run(shape: RecencyShape, carry: Tree, rows: Tree, n: Array, lanes: Tree) -> Tree:
     """The carry after the first `n` batches of `rows`."""
+    n_rows, n_lanes = rows["layer"].shape[0], carry["used"].shape[1]
+    told = {"counts": jnp.zeros((n_rows, len(_COUNTED), n_lanes), jnp.int32)}
+    if shape.routed:
+        told["ran"] = jnp.zeros((n_rows, shape.n_slots, n_lanes), jnp.int32)
 
-    def step(i: Array, state: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
-        row = {name: lax.dynamic_index_in_dim(column, i, 0, keepdims=False) for name, column in rows.items()}
-        return _step(shape, lanes, *state, row)
+    def step(i: Array, state: tuple[Tree, Tree, Tree]) -> tuple[Tree, Tree, Tree]:
+        row = {name: at_layer(column, i) for name, column in rows.items()}
+        carry, write, told = state
+        carry, write, one = _step(shape, lanes, carry, write, row)
+        return carry, write, {name: put(told[name], one[name], i) for name in told}
 
-    n_lanes = carry["used"].shape[1]
-    carry, write = lax.fori_loop(0, n, step, (carry, _no_write(shape, n_lanes)))
+    carry, write, told = lax.fori_loop(0, n, step, (carry, _no_write(shape, n_lanes), told))
     stamp, last = _written(carry, write)
-    return carry | {"stamp": stamp, "last": last}
+    return carry | {"stamp": stamp, "last": last} | _added_up(shape, carry, rows, n, lanes, told)
+
+
+def _added_up(shape: RecencyShape, carry: Tree, rows: Tree, n: Array, lanes: Tree, told: Tree) -> Tree:
+    """Counters and sums with those of the first `n` batches."""
+    count = {name: told["counts"][:, i] for i, name in enumerate(_COUNTED)}
+    count["misses"] = count["lookups"] - count["hits"]
+    count["rereads"] = jnp.where(lanes["off"], 0, count["misses"] - count["cold_misses"])
+    count["read_bytes"] = count["misses"] * lanes["entry_bytes"][rows["layer"]][:, None]
+    # A row's experts differ; the slots of rows that are not routed are the same in all lanes and counted outside.
+    count["slots"] = count["lookups"] + count["dropped"] if shape.routed else jnp.zeros_like(count["hits"])
+    counters = jnp.stack([count[name].astype(jnp.int64) for name in COUNTERS], axis=1)
+    walked = (jnp.arange(rows["layer"].shape[0]) < n) & rows["counted"]
+    # [phases, rows, 1, 1]
+    phase = (walked & (rows["decode"] == jnp.arange(2)[:, None]))[..., None, None]
+    added = {"counters": carry["counters"] + jnp.where(phase, counters, 0).sum(axis=1)}
+    if shape.routed:
+        given = {name: rows[name] for name in ("router", "router_k", "mass", "regret") if name in rows}
+        sums = jax.vmap(partial(against_router, shape.program))(given, told["ran"])
+        # One row after the other, so that a sum does not depend on where calls begin.
+        added["sums"] = lax.fori_loop(
+            0, n, lambda i, total: total + jnp.where(phase[:, i], sums[i], 0.0), carry["sums"]
+        )
+    return added
 
 
 def _written(carry: Tree, write: Tree) -> tuple[Array, Array]:
@@ -226,8 +259,8 @@ def _written(carry: Tree, write: Tree) -> tuple[Array, Array]:
     return stamp, lax.dynamic_update_slice(carry["last"], words | write["words"], corner)
 
 
-def _step(shape: RecencyShape, lanes: Tree, carry: Tree, write: Tree, row: Tree) -> tuple[Tree, Tree]:
-    """One batch: route it, look its experts up, evict."""
+def _step(shape: RecencyShape, lanes: Tree, carry: Tree, write: Tree, row: Tree) -> tuple[Tree, Tree, Tree]:
+    """One batch: route it, look its experts up, evict. The carry, what is to be written, and what it came to."""
     layer, base = row["layer"], row["base"]
     stamp, last = _written(carry, write)
     n_lanes = stamp.shape[2]
@@ -239,14 +272,12 @@ def _step(shape: RecencyShape, lanes: Tree, carry: Tree, write: Tree, row: Tree)
         stage: {name: at_layer(v, layer) for name, v in s.items()}
         for stage, s in carry["routing_state"].items()
     }
-    counted: Tree = {}
-    sums = None
+    count, told = {}, {}
     if shape.routed:
         routed, state = _route(shape, lanes, row, stamps, mark, state)
         experts, places = _walk(shape, routed, base)
-        sums = against_router(shape.program, row, routed)
-        counted = {
-            "slots": (routed.walk >= 0).sum(axis=0, dtype=jnp.int32),
+        told["ran"] = jnp.where(routed.dropped, -1, routed.experts)
+        count = {
             "reranked": routed.reranked,
             "substituted": routed.substituted,
             "dropped": routed.dropped.sum(axis=0, dtype=jnp.int32),
@@ -260,33 +291,22 @@ def _step(shape: RecencyShape, lanes: Tree, carry: Tree, write: Tree, row: Tree)
 
     exists = experts >= 0
     old = jnp.where(exists, jnp.take_along_axis(stamps, jnp.maximum(experts, 0), axis=0), -1)
-    n_lookups = exists.sum(axis=0, dtype=jnp.int32)
-    n_hits = (old > mark).sum(axis=0, dtype=jnp.int32)
-    n_cold = (exists & (old < 0)).sum(axis=0, dtype=jnp.int32)
-    n_misses = n_lookups - n_hits
+    count["lookups"] = exists.sum(axis=0, dtype=jnp.int32)
+    count["hits"] = (old > mark).sum(axis=0, dtype=jnp.int32)
+    count["cold_misses"] = (exists & (old < 0)).sum(axis=0, dtype=jnp.int32)
     gone = jnp.where(old >= 0, jnp.uint32(1) << (old & (WORD - 1)).astype(jnp.uint32), jnp.uint32(0))
     # An entry occurred last in one place, so taking its bit off by subtraction never borrows.
     last = last.at[line, jnp.maximum(old, 0) // WORD, jnp.arange(n_lanes)].add(
         -gone, mode="promise_in_bounds"
     )
-    used = used + n_misses * lanes["units"][layer]
+    used = used + (count["lookups"] - count["hits"]) * lanes["units"][layer]
     passed = _evict(shape, lanes, last, line, Passed(mark, used - lanes["budget"][cache], mark * 0), base - 1)
     used = passed.over + lanes["budget"][cache]
     off = lanes["off"]
     # Without a cache nothing that has occurred is in RAM.
     mark = jnp.where(off, base + shape.n_slots - 1, passed.mark)
-    counted |= {
-        "lookups": n_lookups,
-        "hits": n_hits,
-        "misses": n_misses,
-        "cold_misses": n_cold,
-        "read_bytes": n_misses * lanes["entry_bytes"][layer],
-        "evictions": jnp.where(off, 0, passed.evicted),
-        "rereads": jnp.where(off, 0, n_misses - n_cold),
-    }
-    nothing = jnp.zeros_like(n_hits)
-    counters = jnp.stack([counted.get(name, nothing).astype(jnp.int64) for name in COUNTERS])
-    phase = in_phase(row)
+    count["evictions"] = jnp.where(off, 0, passed.evicted)
+    told["counts"] = jnp.stack([count.get(name, jnp.zeros_like(mark)) for name in _COUNTED])
     new_carry = carry | {
         "stamp": stamp,
         "last": last,
@@ -296,10 +316,7 @@ def _step(shape: RecencyShape, lanes: Tree, carry: Tree, write: Tree, row: Tree)
             stage: {name: put(v, state[stage][name], layer) for name, v in s.items()}
             for stage, s in carry["routing_state"].items()
         },
-        "counters": carry["counters"] + jnp.where(phase, counters, 0),
     }
-    if sums is not None:
-        new_carry["sums"] = carry["sums"] + jnp.where(phase, sums, 0.0)
     word = base // WORD
     new_write = {
         "experts": experts,
@@ -309,7 +326,7 @@ def _step(shape: RecencyShape, lanes: Tree, carry: Tree, write: Tree, row: Tree)
         "line": line,
         "word": word,
     }
-    return new_carry, new_write
+    return new_carry, new_write, told
 
 
 def _route(

@@ -138,11 +138,14 @@ def executed(row: Tree, resident: Array) -> Routed:
     )
 
 
-def against_router(shape: ProgramShape, row: Tree, routed: Routed) -> Array:
-    """float64 `[3, W]`: mass displaced, score regret, agreement of one row; exactly 0, 0, 1 if unchanged."""
+def against_router(shape: ProgramShape, row: Tree, ran: Array) -> Array:
+    """float64 `[3, W]`: mass displaced, score regret, agreement of one row; exactly 0, 0, 1 if unchanged.
+
+    Args:
+        ran: int32 `[K, W]`: the experts that ran, -1 where a slot does not exist or was dropped.
+    """
     router = row["router"][: shape.n_expert_used]
-    runs = (routed.experts >= 0) & ~routed.dropped
-    same = (members(jnp, routed.experts, router[:, None]) & runs).sum(axis=0)
+    same = members(jnp, ran, router[:, None]).sum(axis=0)
     agreement = same / jnp.maximum(row["router_k"], 1)
     if not shape.scores:
         return jnp.stack([jnp.zeros_like(agreement), jnp.zeros_like(agreement), agreement])
@@ -151,7 +154,7 @@ def against_router(shape: ProgramShape, row: Tree, routed: Routed) -> Array:
     def lost(share: Array) -> Array:
         # Slot by slot, so that an untouched row gives 0 whatever the order of the sum.
         of_router = jnp.where(router >= 0, share[jnp.maximum(router, 0)], 0.0)[:, None]
-        of_run = jnp.where(runs, share[jnp.maximum(routed.experts, 0)], 0.0)
+        of_run = jnp.where(ran >= 0, share[jnp.maximum(ran, 0)], 0.0)
         return (_longer(of_router, n) - _longer(of_run, n)).sum(axis=0)
 
     return jnp.stack([lost(row["mass"]), lost(row["regret"]), agreement])

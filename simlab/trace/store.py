@@ -13,6 +13,7 @@ import shutil
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,6 +25,9 @@ from simlab.trace.parts import POLARS_FAILURES, part_sha256, scan_parts
 from simlab.trace.reading import one_line
 from simlab.trace.schema import TABLES, table_schema
 from simlab.types import DECODE, PREFILL, TraceHeader
+
+BLOCK_ROWS = 4096
+"""Rows of a row group, and what a replay decodes at once."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Trace:
     reads: pl.LazyFrame
     tokens: pl.LazyFrame
 
-    @property
+    @cached_property
     def has_scores(self) -> bool:
         """Whether every routing row carries the scores its graph sorted."""
         if not self.n_rows:
@@ -270,7 +274,7 @@ class TraceWriter:
             target = self.folder / table / name
             temporary = target.with_suffix(".tmp")
             try:
-                frame.write_parquet(temporary, compression="zstd", statistics=True)
+                frame.write_parquet(temporary, compression="zstd", statistics=True, row_group_size=BLOCK_ROWS)
                 sha256 = part_sha256(temporary)
                 os.replace(temporary, target)
             finally:
