@@ -284,7 +284,7 @@ def test_the_fewest_tokens_that_are_judged():
 
 @pytest.mark.parametrize(
     ("direct", "said"),
-    [("1", "direct reads, flash timings"), ("0", "not flash timings"), ("", "does not say")],
+    [("1", "direct reads, flash timings"), ("0", "not flash timings"), ("", "unknown which")],
 )
 def test_buffered_reads_are_no_flash_timings(tmp_path, capsys, direct, said):
     settings = "# bmoe_metrics v1\n" + (f"# o_direct={direct}\n" if direct else "")

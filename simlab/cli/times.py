@@ -1,4 +1,7 @@
-"""`time`: the time of a token, fitted on what an engine measured, and how far that can be trusted."""
+"""`time`: the time of a token, fitted on what an engine measured, and how far that can be trusted.
+
+For readers, everything but cells of a trace is measured or fitted on what was; cells are replayed.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,22 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simlab.cli.options import add_json
-from simlab.cli.output import align, print_json
+from simlab.cli.options import AS_RECORDED, add_cell_options, add_json, cells_from_args, warn_about_cells
+from simlab.cli.output import align, cell_to_json, print_json
+from simlab.errors import InputError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import polars as pl
+
     from simlab.judge.stats import Interval
     from simlab.judge.time_check import Judged, TimeCheck
     from simlab.judge.token_time import Timings
-    from simlab.trace.bmoe_metrics import MetricsFile
+    from simlab.judge.trace_time import Foretold
+
+_CELL_OPTIONS = ("budget", "margin", "drop", "top_k", "route", "evict", "scope", "train")
+_SIZES_SHOWN = 4
 
 
 def add_commands(commands: Any) -> None:
@@ -22,38 +33,79 @@ def add_commands(commands: Any) -> None:
     parser = commands.add_parser(
         "time",
         help="what a token's time is made of, and how well it is predicted",
-        description="Fit token time = compute + page faults + management + exposed reads on a bmoe_metrics file, "
-        "from each token's bytes and its place in the run, and judge it on halves of the tokens left out.",
+        description="Fit token time = compute + page faults + management + exposed reads on a bmoe_metrics file or "
+        "a trace, from each token's bytes and its place in the run, and judge it on halves of the tokens left out. "
+        "Of a trace, also give the latency of its reads and, with cell options, the speed of other cells (simulated).",
     )
-    parser.add_argument("metrics", metavar="METRICS.csv", help="a bmoe_metrics file")
+    parser.add_argument(
+        "source", metavar="METRICS.csv|T.trace", help="a bmoe_metrics file or a trace's folder"
+    )
+    add_cell_options(parser, lists=True, default_budget=AS_RECORDED)
     add_json(parser)
     parser.set_defaults(run=_time)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """All that is shown of one source."""
+
+    path: str
+    io_mode: str | None
+    timings: Timings
+    check: TimeCheck
+    latencies: pl.DataFrame | None = None
+    foretold: Sequence[Foretold] = ()
+
+
 def _time(args: argparse.Namespace) -> None:
+    found = _of_trace(args) if Path(args.source).is_dir() or "://" in args.source else _of_metrics(args)
+    if args.json:
+        print_json(_to_json(found))
+    else:
+        print(_text(found))
+
+
+def _asked(args: argparse.Namespace) -> list[str]:
+    """The cell options that were given."""
+    names = [name for name in _CELL_OPTIONS if getattr(args, name) is not None]
+    return names + ["sequential"] * args.sequential
+
+
+def _of_metrics(args: argparse.Namespace) -> _Found:
     from simlab.judge.time_check import check_time
     from simlab.judge.token_time import timings_of
     from simlab.trace.bmoe_metrics import read_metrics
 
-    metrics = read_metrics(Path(args.metrics))
+    for name in _asked(args):
+        raise InputError(f"--{name.replace('_', '-')}: needs a trace to replay, {args.source} is none")
+    metrics = read_metrics(Path(args.source))
     timings = timings_of(metrics)
+    return _Found(args.source, metrics.io_mode, timings, check_time(timings))
+
+
+def _of_trace(args: argparse.Namespace) -> _Found:
+    from simlab.judge.time_check import check_time
+    from simlab.judge.trace_time import foretell, read_latencies, timings_of_trace
+    from simlab.trace.store import open_trace
+
+    trace = open_trace(args.source)
+    cells = cells_from_args(args, recorded=trace.header) if _asked(args) else []
+    warn_about_cells(cells, trace.header)
+    timings = timings_of_trace(trace)
     check = check_time(timings)
-    if args.json:
-        print_json(_to_json(metrics, timings, check))
-    else:
-        print(_text(metrics, timings, check))
+    foretold = foretell(trace, timings, check.model, cells, train=args.train) if cells else []
+    return _Found(args.source, trace.header.io_mode, timings, check, read_latencies(trace), foretold)
 
 
-def _reads_of(metrics: MetricsFile) -> str:
-    """What the read times are times of; buffered reads may not have touched the flash at all."""
-    return {
-        "direct": "direct reads, flash timings",
-        "buffered": "buffered reads, not flash timings: the page cache may have answered",
-        None: "direct or buffered reads, the file does not say: flash timings only if direct",
-    }[metrics.io_mode]
+_READS_OF = {
+    "direct": "direct reads, flash timings",
+    "buffered": "buffered reads, not flash timings: the page cache may have answered",
+    None: "direct or buffered reads, unknown which: flash timings only if direct",
+}
+"""What the read times are times of; buffered reads may not have touched the flash at all."""
 
 
-def _to_json(metrics: MetricsFile, timings: Timings, check: TimeCheck) -> dict[str, Any]:
+def _to_json(found: _Found) -> dict[str, Any]:
     def plain(value: Any) -> Any:
         """Named tuples by name."""
         if isinstance(value, dict):
@@ -65,35 +117,43 @@ def _to_json(metrics: MetricsFile, timings: Timings, check: TimeCheck) -> dict[s
     def fields(value: Any) -> dict[str, Any]:
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
+    timings, check = found.timings, found.check
     judged = [
         fields(half) | {"scores": list(map(fields, half.scores)), "parts": list(map(fields, half.parts))}
         for half in check.judged
     ]
-    found = fields(check) | {"model": fields(check.model), "judged": judged}
+    of_trace = {
+        "read_latencies": found.latencies.to_dicts() if found.latencies is not None else None,
+        "cells": [fields(f) | {"numbers": cell_to_json(f.numbers)} for f in found.foretold],
+    }
     return plain(
         {
-            "metrics": str(metrics.path),
+            "source": found.path,
             "tokens": timings.n,
             "tokens_left_out": timings.left_out,
             "composition": timings.composition,
-            "io_mode": metrics.io_mode,
+            "io_mode": found.io_mode,
+            "flash_timings": {"direct": True, "buffered": False}.get(found.io_mode or ""),
             "bytes_vary": timings.bytes_vary,
             "tok_s": 1e3 / check.mean_ms,
         }
-        | found
+        | fields(check)
+        | {"model": fields(check.model), "judged": judged}
+        | of_trace
     )
 
 
-def _text(metrics: MetricsFile, timings: Timings, check: TimeCheck) -> str:
+def _text(found: _Found) -> str:
+    timings, check = found.timings, found.check
     model = check.model
     unusable = f" ({timings.left_out} without a usable time left out)" if timings.left_out else ""
     lines = [
-        f"{metrics.path}: {timings.n:,} tokens{unusable}, {check.mean_ms:.1f} ms each, "
-        f"{1e3 / check.mean_ms:.3f} tokens/s; {timings.composition} reads; {_reads_of(metrics)}",
+        f"{found.path}: {timings.n:,} token{'s' * (timings.n != 1)}{unusable}, {_ms(check.mean_ms)} ms each, "
+        f"{1e3 / check.mean_ms:.3f} tokens/s; {timings.composition} reads; {_READS_OF[found.io_mode]}",
         "",
         align([["part of the token time", "ms/token", "%", "fitted, ms"], *_part_lines(check, timings)]),
         "",
-        f"The bound: {check.bound}. Without any read a token would take {check.without_reads_ms:.1f} ms, "
+        f"The bound: {check.bound}. Without any read a token would take {_ms(check.without_reads_ms)} ms, "
         f"{1e3 / check.without_reads_ms:.3f} tokens/s"
         + (", outside what was measured." if timings.read_mib.min() > 0 else "."),
         f"In a going run {100 * model.carry:.0f} % of the error of the last tokens (memory {model.memory_tokens:g}) "
@@ -109,6 +169,10 @@ def _text(metrics: MetricsFile, timings: Timings, check: TimeCheck) -> str:
         lines += ["", _half(half, check.block)]
     if check.judged:
         lines += ["", _LEGEND]
+    if found.latencies is not None and found.latencies.height:
+        lines += ["", *_latency_lines(found.latencies, found.io_mode)]
+    if found.foretold:
+        lines += ["", *_foretold_lines(found.foretold)]
     return "\n".join(lines)
 
 
@@ -118,6 +182,57 @@ _LEGEND = (
     "Bytes and place in the run are all that a prediction knows of its token; in a going run it also knows the wall\n"
     "times of the tokens before it."
 )
+
+
+def _ms(value: float) -> str:
+    return f"{value:.1f}" if value >= 100 else f"{value:.2f}"
+
+
+def _latency_lines(latencies: pl.DataFrame, io_mode: str | None) -> list[str]:
+    """Latency by size and company, for the sizes read most."""
+    import polars as pl
+
+    by_size = latencies.group_by("window_bytes").agg(pl.col("reads").sum()).sort("reads", descending=True)
+    shown = latencies.filter(
+        pl.col("window_bytes").is_in(by_size["window_bytes"].head(_SIZES_SHOWN).to_list())
+    )
+    rest = (
+        f"; the {_SIZES_SHOWN} commonest of {by_size.height} sizes" if by_size.height > _SIZES_SHOWN else ""
+    )
+    what = "not flash timings" if io_mode == "buffered" else "decode"
+    columns = ("p10_us", "median_us", "p90_us", "mib_s")
+    table = [["bytes", "under way", "reads", "p10 us", "median us", "p90 us", "MiB/s"]]
+    for row in shown.iter_rows(named=True):
+        counts = [str(row[name]) for name in ("window_bytes", "under_way", "reads")]
+        table.append(counts + [f"{row[name]:.0f}" for name in columns])
+    return [f"Read latency by size and reads under way at its start, {what}{rest}:", align(table)]
+
+
+def _foretold_lines(foretold: Sequence[Foretold]) -> list[str]:
+    table = [
+        ["source", "route", "evict", "budget MiB", "MiB/token", "tokens/s", "read wait ms/token", "bound"]
+    ]
+    for f in foretold:
+        cell, decode = f.numbers.cell, f.numbers.decode
+        knobs = ",".join(f"{name}={value:g}" for name, value in cell.route.knobs.items())
+        per_token = decode.read_mib_per_token
+        table.append(
+            [
+                "replay (simulated)",
+                cell.route.name + (f":{knobs}" if knobs else ""),
+                cell.evict_spec,
+                "off" if cell.budget.kind == "off" else f"{f.numbers.budget_mib:.1f}",
+                "-" if per_token is None else f"{per_token:.2f}",
+                f"{f.tok_s:.3f} [{f.tok_s_interval.low:.3f}, {f.tok_s_interval.high:.3f}]",
+                f"{f.read_wait_ms:.2f} [{f.read_wait_interval.low:.2f}, {f.read_wait_interval.high:.2f}]",
+                f.bound,
+            ]
+        )
+    return [
+        "Cells foretold, on the recorded machine and with the recorded policy's own time; the intervals are what "
+        "chance\ndoes to the mean of a run this long, not what another policy changes beside the bytes:",
+        align(table),
+    ]
 
 
 def _part_lines(check: TimeCheck, timings: Timings) -> list[list[str]]:
@@ -130,9 +245,13 @@ def _part_lines(check: TimeCheck, timings: Timings) -> list[list[str]]:
     if model.exposed.offset < 0 < model.exposed.slope:
         read += f" above {-model.exposed.offset / model.exposed.slope:.0f} MiB, which hide behind compute"
     warm = f" + {model.warm_up:.1f} at first, over {model.warm_up_tokens:g} tokens" if model.warm_up else ""
+    if timings.faults is None:
+        faults = "not measured"
+    else:
+        faults = f"{model.fault_ms:.4f} per fault" if timings.faults.any() else "no faults"
     fitted = {
         "compute": line(*model.compute) + warm,
-        "page_faults": f"{model.fault_ms:.4f} per fault" if timings.faults is not None else "not measured",
+        "page_faults": faults,
         "management": line(*model.management) if timings.management_ms is not None else "not measured, in compute",
         "exposed_read": read,
     }  # fmt: skip
@@ -151,6 +270,7 @@ def _half(half: Judged, block: int) -> str:
 
     lines = [["predictor", "mean ms", "mean error %", "RMSE ms", "MAE ms", "typical MAE ms",
               "model saves MSE %", "model saves MAE %"]]  # fmt: skip
+    form = ".0f" if half.mean_ms >= 100 else ".2f"
     for s in half.scores:
         saves = [
             f"{100 * share:.1f} {within(interval, '.1f', 100)}"
@@ -162,20 +282,20 @@ def _half(half: Judged, block: int) -> str:
         lines.append(
             [
                 s.predictor,
-                f"{s.mean_ms:.1f}",
+                _ms(s.mean_ms),
                 f"{100 * s.mean_error:+.2f} {within(s.mean_error_interval, '+.1f', 100)}",
-                f"{s.rmse_ms:.1f} {within(s.rmse_interval, '.0f')}",
-                f"{s.mae_ms:.1f} {within(s.mae_interval, '.0f')}",
-                f"{s.typical_mae_ms:.1f} {within(s.typical_mae_interval, '.0f')}",
+                f"{_ms(s.rmse_ms)} {within(s.rmse_interval, form)}",
+                f"{_ms(s.mae_ms)} {within(s.mae_interval, form)}",
+                f"{_ms(s.typical_mae_ms)} {within(s.typical_mae_interval, form)}",
                 *(saves if s.predictor != "model" else ["-", "-"]),
             ]
         )
     parts = "; ".join(
-        f"{p.part.replace('_', ' ')} {p.predicted_ms:.1f} of {p.measured_ms:.1f} (MAE {p.mae_ms:.1f})"
+        f"{p.part.replace('_', ' ')} {_ms(p.predicted_ms)} of {_ms(p.measured_ms)} (MAE {_ms(p.mae_ms)})"
         for p in half.parts
     )
     where = f"{half.left_out} of {block} tokens" if half.left_out.endswith("blocks") else half.left_out
     return (
-        f"{where} left out: {half.tokens:,} tokens, {half.mean_ms:.1f} ms each\n{align(lines)}\n"
+        f"{where} left out: {half.tokens:,} tokens, {_ms(half.mean_ms)} ms each\n{align(lines)}\n"
         f"parts, ms predicted of measured: {parts}"
     )
