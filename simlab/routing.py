@@ -17,6 +17,7 @@ from simlab.policy_check import policy_error
 from simlab.types import Access, Array, CacheState, Candidates, Choice, EvictionPolicy, Knob, Row, Step
 
 _EXPERT_BITS = 16
+_LAST_ID = (1 << _EXPERT_BITS) - 1
 _NO_SLOT = -1
 
 
@@ -193,7 +194,7 @@ def _sortable(xp: Any, value: Array) -> Array:
 def selection_key(xp: Any, value: Array, tier: Array, expert: Array) -> Array:
     """Unique int64 keys whose descending order is (tier, value) descending, then expert id ascending."""
     tier_bits = (xp.zeros_like(expert) + tier).astype(xp.int64) << 32
-    id_bits = ((1 << _EXPERT_BITS) - 1) - expert.astype(xp.int64)
+    id_bits = _LAST_ID - expert.astype(xp.int64)
     return ((tier_bits + _sortable(xp, value)) << _EXPERT_BITS) + id_bits
 
 
@@ -209,9 +210,8 @@ def take_top(xp: Any, value: Array, tier: Array, expert: Array, n: int) -> Array
     picks = []
     for _ in range(n):
         best = xp.max(key, axis=0)
-        is_best = key == best
-        picks.append(xp.sum(xp.where(is_best, expert, 0), axis=0))
-        key = xp.where(is_best, xp.iinfo(xp.int64).min, key)
+        picks.append(_LAST_ID - (best & _LAST_ID))
+        key = xp.where(key == best, xp.iinfo(xp.int64).min, key)
     return xp.stack(picks).astype(xp.int32)
 
 

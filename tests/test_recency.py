@@ -15,7 +15,7 @@ from simlab.cells import build_cells
 from simlab.errors import InputError
 from simlab.policy import eviction, find_eviction, routing
 from simlab.policy_check import check_policy
-from simlab.replay import recency_walk
+from simlab.replay import columns, recency_walk
 from simlab.replay.recency import WORD, Passed, is_recency, nth_one, pass_bits
 from simlab.replay.run import Replayer
 from simlab.trace.store import Trace, open_trace
@@ -176,6 +176,15 @@ def test_one_layer_one_expert_per_token_and_no_decode():
     header = make_header(n_layer=1, n_expert=4, k=1)
     agree(written(generate(header, n_prefill=0, n_decode=9)), build_cells(budgets=BUDGETS, routes=ROUTES))
     agree(written(generate(header, n_decode=0)), build_cells(budgets=BUDGETS, routes=ROUTES))
+
+
+@pytest.mark.slow
+def test_rows_are_decoded_in_blocks(monkeypatch):
+    trace = written(generate(make_header(n_layer=2, n_expert=24, k=4), seed=9, n_decode=20))
+    cells = build_cells(budgets=BUDGETS, routes=ROUTES)
+    whole = agree(trace, cells, rows_at_once=11).numbers()
+    monkeypatch.setattr(columns, "BLOCK_ROWS", 7)
+    assert agree(trace, cells, rows_at_once=11).numbers() == whole
 
 
 @pytest.mark.slow
