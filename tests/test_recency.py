@@ -68,7 +68,7 @@ def agree(trace: Trace, cells: list[Cell], *, rows_at_once: int = 1, order: bool
             for phase in ("decode", "all"):
                 a, b = vars(getattr(mine, phase)), vars(getattr(theirs, phase))
                 for name, value in b.items():
-                    close = value is not None and name in ("mass_displaced", "score_regret")
+                    close = value is not None and name in ("mass_displaced", "score_regret", "agreement")
                     assert a[name] == (pytest.approx(value, rel=1e-12, abs=1e-15) if close else value), name
     assert not fast.advance()
     return fast

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from simlab.replay.batches import WORD, Stretch, finite_words, padded, score_order, stretches, walked
 from simlab.replay.columns import ColumnNeeds, TraceColumns, WeightSource
-from simlab.replay.devices import spread
 from simlab.replay.programs import compiled
 from simlab.replay.recency import WINDOW_WORDS, RecencyShape, first_carry, renumbered, run
 from simlab.replay.shape import COUNTERS, SUMS, ProgramShape, Tree
@@ -116,7 +115,7 @@ class RecencyWalk:
         def function(carry: Tree, rows: Tree, n: Any, lanes: Tree) -> Tree:
             return run(shape, carry, rows, n, lanes)
 
-        call = compiled((shape.key, n_lanes), spread(function, n_lanes))
+        call = compiled((shape.key, n_lanes), function)
         return call(carry, padded(given, _BATCHES[piece.kind]), np.int32(len(starts)), lanes)
 
     def _needs(self, routed: bool) -> ColumnNeeds:

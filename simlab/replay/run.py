@@ -24,7 +24,6 @@ from simlab.learning import learn
 from simlab.policy import find_eviction
 from simlab.policy_check import check_policy
 from simlab.replay.columns import ColumnNeeds, TraceColumns, WeightSource
-from simlab.replay.devices import offer_cores
 from simlab.replay.future import (
     NOTE,
     cut,
@@ -44,7 +43,6 @@ from simlab.trace.store import Trace, open_trace
 from simlab.types import Cell, CellNumbers, PhaseNumbers, Route, Step
 
 CHUNK_ROWS = 512
-offer_cores()
 
 TraceLike = Trace | str | os.PathLike[str]
 
