@@ -212,11 +212,12 @@ def assert_equals_replays(trace: Trace, scope: Scope, n_budgets: int = 20) -> No
     curve = lru_curve(trace, scope)
     steps = curve["budget_bytes"].to_numpy()
     at = sorted(
-        {int(b) for b in np.quantile(steps, np.linspace(0, 1, n_budgets - 4), method="nearest")}
+        {int(b) for b in np.quantile(steps, np.linspace(0, 1, n_budgets + 2), method="nearest")}
         | {int(steps[len(steps) // 2]) - 1, int(steps[-1]) - 1, int(steps[-1]) * 2}
     )
     route = parse_route("original")
     cells = [Cell(route, Budget("bytes", b, f"{b} bytes"), scope=scope) for b in at if b > 0]
+    assert len(cells) >= n_budgets
     for numbers in sweep(trace, cells):
         step = at_budget(curve, int(numbers.cell.budget.amount))
         for phase in ("decode", "all"):
