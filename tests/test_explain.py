@@ -198,7 +198,9 @@ def test_an_explanation_of_a_shipped_trace() -> None:
     for change, margin in zip(margins, ("0.05", "0.1", "0.15"), strict=True):
         (lossy,) = build_cells(budgets=["2cycles"], margins=[margin])
         decode = replay(trace, lossy).decode
-        assert change[1:] == (decode.hit_rate, decode.read_mib_per_token, decode.mass_displaced)
+        expected = (decode.hit_rate, decode.read_mib_per_token, decode.mass_displaced)
+        # A mean over slots is summed in another order where there are more lanes.
+        assert change[1:] == pytest.approx(expected, rel=1e-12)
     for change in found.changes:
         if "one cache per layer" in change.what:
             assert change.hit_rate == replay(trace, cell_of("2cycles", scope="per_layer")).decode.hit_rate
