@@ -198,6 +198,11 @@ def selection_key(xp: Any, value: Array, tier: Array, expert: Array) -> Array:
     return ((tier_bits + _sortable(xp, value)) << _EXPERT_BITS) + id_bits
 
 
+def expert_of(key: Array) -> Array:
+    """The expert a `selection_key` is of."""
+    return _LAST_ID - (key & _LAST_ID)
+
+
 def take_top(xp: Any, value: Array, tier: Array, expert: Array, n: int) -> Array:
     """The `n` candidates of largest (tier, value), descending, ties to the lower expert: int32 `[n, ...]`."""
     if isinstance(value, np.ndarray):
@@ -210,7 +215,7 @@ def take_top(xp: Any, value: Array, tier: Array, expert: Array, n: int) -> Array
     picks = []
     for _ in range(n):
         best = xp.max(key, axis=0)
-        picks.append(_LAST_ID - (best & _LAST_ID))
+        picks.append(expert_of(best))
         key = xp.where(key == best, xp.iinfo(xp.int64).min, key)
     return xp.stack(picks).astype(xp.int32)
 
