@@ -4,7 +4,10 @@ Every cell is scored on the same tokens and items, so cells are compared pairwis
 between tokens, which is far larger than what a policy costs, cancels. Losses of neighbouring tokens are
 correlated, which an ordinary bootstrap ignores; resampling blocks of consecutive tokens keeps it.
 
-Sources: Politis and Romano 1992 (circular block bootstrap), McNemar 1947 (exact form), Wilson 1927.
+Predictions that carry an interval are judged by how often the interval holds the truth and by how wide it had to be.
+
+Sources: Politis and Romano 1992 (circular block bootstrap), McNemar 1947 (exact form), Wilson 1927, Gneiting and
+Raftery 2007 (interval score).
 """
 
 from __future__ import annotations
@@ -62,16 +65,57 @@ def block_bootstrap_mean(
         block: consecutive values in a block; at most n / 8, so that short series have several.
         seed: of a NumPy generator of its own; equal arguments give equal intervals.
     """
-    n_values = sum(len(values) for values in series)
-    if n_values < 2:
+    if sum(len(values) for values in series) < 2:
         return UNKNOWN
+    tail = 100 * (1 - LEVEL) / 2
+    low, high = np.percentile(_resampled_means(series, block, n_resamples, seed), [tail, 100 - tail])
+    return Interval(float(low), float(high))
+
+
+def standard_error(
+    series: Sequence[np.ndarray],
+    *,
+    block: int = BLOCK_TOKENS,
+    n_resamples: int = N_RESAMPLES,
+    seed: int = 0,
+) -> float:
+    """Standard error of the mean over all values, from the blocks of `block_bootstrap_mean`; NaN below two values."""
+    if sum(len(values) for values in series) < 2:
+        return math.nan
+    return float(_resampled_means(series, block, n_resamples, seed).std())
+
+
+def block_bootstrap_ratio(
+    numerators: Sequence[np.ndarray],
+    denominators: Sequence[np.ndarray],
+    *,
+    block: int = BLOCK_TOKENS,
+    n_resamples: int = N_RESAMPLES,
+    seed: int = 0,
+) -> Interval:
+    """Percentile interval for the sum of the numerators over that of the denominators, drawn in the same blocks.
+
+    Args:
+        numerators, denominators: series of equal lengths, value by value of the same tokens.
+    """
+    if sum(len(values) for values in numerators) < 2:
+        return UNKNOWN
+    over, under = (_resampled_means(s, block, n_resamples, seed) for s in (numerators, denominators))
+    some = under != 0
+    if not some.any():
+        return UNKNOWN
+    tail = 100 * (1 - LEVEL) / 2
+    low, high = np.percentile(over[some] / under[some], [tail, 100 - tail])
+    return Interval(float(low), float(high))
+
+
+def _resampled_means(series: Sequence[np.ndarray], block: int, n_resamples: int, seed: int) -> np.ndarray:
+    """float64 `[n_resamples]`: means over all values of resampled series; equal seeds and lengths draw alike."""
     generator = np.random.default_rng(seed)
     totals = np.zeros(n_resamples)
     for values in series:
         totals += _resampled_sums(np.asarray(values, dtype=np.float64), block, n_resamples, generator)
-    tail = 100 * (1 - LEVEL) / 2
-    low, high = np.percentile(totals / n_values, [tail, 100 - tail])
-    return Interval(float(low), float(high))
+    return totals / sum(len(values) for values in series)
 
 
 def _resampled_sums(
@@ -130,3 +174,37 @@ def wilson(successes: int, n: int) -> Interval:
     middle = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     return Interval(max(0.0, middle - half), min(1.0, middle + half))
+
+
+class Coverage(NamedTuple):
+    """How a set of interval predictions fared."""
+
+    held: int
+    """Intervals that held the truth, their ends included."""
+    n: int
+    share: Interval
+    """Wilson's interval for the share held."""
+    mean_score: float
+    """Mean interval score: width, and 2 / (1 - level) of the distance for a truth outside. Smaller is better."""
+    mean_width: float
+
+
+def coverage(low: np.ndarray, high: np.ndarray, truth: np.ndarray, level: float) -> Coverage:
+    """How often intervals held what they foretold, and their mean interval score; all arrays `[n]`.
+
+    Args:
+        level: the intervals' nominal level, above 0 and below 1.
+    """
+    low, high, truth = (np.asarray(x, dtype=np.float64) for x in (low, high, truth))
+    if not low.shape == high.shape == truth.shape:
+        raise ValueError(f"intervals and truths differ in shape: {low.shape}, {high.shape}, {truth.shape}")
+    if not 0 < level < 1:
+        raise ValueError(f"level {level} must lie between 0 and 1")
+    if not len(truth):
+        return Coverage(0, 0, UNKNOWN, math.nan, math.nan)
+    held = int(((low <= truth) & (truth <= high)).sum())
+    outside = np.maximum(low - truth, 0) + np.maximum(truth - high, 0)
+    score = (high - low) + 2 / (1 - level) * outside
+    return Coverage(
+        held, len(truth), wilson(held, len(truth)), float(score.mean()), float((high - low).mean())
+    )

@@ -1,0 +1,118 @@
+"""Live recordings of many texts under many cells, kept in a folder so that a grid can be stopped and gone on with.
+
+One trace per (text, cell). What was recorded before is opened again, after its header was compared with what is asked
+for; one that a kill cut short is recorded anew. A speed taken from these runs is that of a recorded run.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from simlab.errors import InputError
+from simlab.judge.ppl import LEAST_TOKENS, Text
+from simlab.judge.scoring import Engines
+from simlab.trace.header import read_header
+from simlab.trace.store import Trace, open_trace
+from simlab.types import Cell
+
+_UNFIT = re.compile(r"[^A-Za-z0-9.=,+-]+")
+"""What does not go into a folder's name."""
+_ALIKE = ("model", "text_hash", "route", "knobs", "evict", "scope", "budget_bytes", "policy_source_hash")
+"""What the header of a kept run has to share with the one asked for."""
+
+
+def read_texts(engines: Engines, paths: Sequence[str], n_tokens: int, stretches: int = 1) -> list[Text]:
+    """The first tokens of each file, or of several stretches of it, evenly spread from its start.
+
+    Args:
+        n_tokens: most tokens of a text.
+        stretches: texts made of each file; more than one makes texts named `stem-1`, `stem-2`, ...
+
+    Raises:
+        InputError: a file that cannot be read, is too short for so many stretches, or is named like another.
+    """
+    texts: dict[str, Text] = {}
+    for path in paths:
+        try:
+            ids = engines.get().tokenize(Path(path).read_bytes())
+        except OSError as error:
+            raise InputError(f"--text {path}: {error.strerror}") from error
+        if len(ids) < LEAST_TOKENS:
+            raise InputError(f"--text {path}: has {len(ids)} tokens, at least {LEAST_TOKENS} are needed")
+        if stretches > 1 and len(ids) // stretches < n_tokens:
+            raise InputError(
+                f"--text {path}: its {len(ids)} tokens do not hold {stretches} stretches of {n_tokens}; ask for fewer"
+            )
+        for i in range(stretches):
+            start = i * len(ids) // stretches
+            name = Path(path).stem + (f"-{i + 1}" if stretches > 1 else "")
+            if name in texts:
+                raise InputError(f"--text {path}: another text is called {name} too; rename one")
+            texts[name] = Text(name, ids[start : start + n_tokens])
+    return list(texts.values())
+
+
+@dataclass(frozen=True)
+class RunStore:
+    """A folder of recordings."""
+
+    folder: Path
+    engines: Engines
+
+    def record(
+        self, texts: Sequence[Text], cells: Sequence[Cell], progress: Callable[[float], None] | None = None
+    ) -> list[list[Trace]]:
+        """Record every text under every cell that the folder lacks, and open all of them.
+
+        Returns the traces, per cell one of each text. Each run starts from an empty cache and an empty context.
+
+        Raises:
+            InputError: the folder holds another recording under a name that is wanted.
+        """
+        header = self.engines.get().header()
+        missing = [(text, cell) for cell in cells for text in texts if not self._kept(text, cell)]
+        # Cells of equal width together: each change opens the model again.
+        missing.sort(key=lambda pair: self.engines.top_k(pair[1].route) or header.n_expert_used)
+        total, done = sum(len(text.tokens) for text, _ in missing), 0
+        for text, cell in missing:
+            engine, out = self.engines.for_cell(cell), self.path(text, cell)
+
+            def tick(share: float, done: int = done, text: Text = text) -> None:
+                if progress is not None:
+                    progress((done + share * len(text.tokens)) / total)
+
+            out.parent.mkdir(parents=True, exist_ok=True)
+            engine.record_text(text.tokens, cell, out, text=engine.detokenize(text.tokens), progress=tick)
+            done += len(text.tokens)
+        return [[open_trace(self.path(text, cell)) for text in texts] for cell in cells]
+
+    def path(self, text: Text, cell: Cell) -> Path:
+        """Where the recording of a text under a cell lies."""
+        route = "+".join(
+            ":".join(filter(None, (s.policy.name, ",".join(f"{n}={v:g}" for n, v in s.knobs.items()))))
+            for s in cell.route.steps
+        )
+        words = (cell.budget.text, route, cell.evict_spec, cell.scope)
+        return self.folder / text.name / ("_".join(_UNFIT.sub("-", word) for word in words) + ".trace")
+
+    def _kept(self, text: Text, cell: Cell) -> bool:
+        """Whether the run was recorded before; one that did not finish is removed."""
+        path = self.path(text, cell)
+        if not path.exists():
+            return False
+        header = read_header(path).header
+        if not header.complete:
+            shutil.rmtree(path)
+            return False
+        engine = self.engines.for_cell(cell)
+        now = engine.header(cell, engine.detokenize(text.tokens))
+        differing = [name for name in _ALIKE if getattr(header, name) != getattr(now, name)]
+        if differing:
+            raise InputError(
+                f"{path}: is of another run ({', '.join(differing)} differ); name another folder with --keep"
+            )
+        return True

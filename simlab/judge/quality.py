@@ -1,0 +1,265 @@
+"""The quality law: what a cell costs in nll, foretold from what a replay knows of it, with an interval.
+
+The rise in nll over the original routing on the same tokens is a sum of a few features of the cell
+(`quality_features.py`) with coefficients of at least zero, so that it is zero where nothing strays from the router and
+never falls where more does. The coefficients are fitted on a few live margins and weighed by how well each live
+difference is known. The interval holds three things: chance in a live difference of as many tokens, how far the law
+was off at its own calibration runs, and how loosely these fix the coefficients.
+
+Limits: a law holds for the model it was fitted on, and for policies like those it was fitted on; how far it carries
+beyond is measured in `quality_check.py` and written in docs/quality.md. Everything it says is simulated.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+from scipy import optimize, stats
+
+from simlab.cells import build_cells
+from simlab.cli.options import recorded_evict, recorded_route
+from simlab.errors import InputError
+from simlab.judge.quality_features import features_of
+from simlab.judge.stats import standard_error
+from simlab.trace.store import Trace
+from simlab.types import DECODE, THROW_AWAY_TURN, Cell, TraceHeader
+
+LEVEL = 0.90
+"""Of the prediction intervals."""
+_FLOOR_NATS = 1e-4
+"""A rise below this is taken for this when the spread of a difference is read off it."""
+
+Terms = Callable[[pl.DataFrame], dict[str, NDArray[np.float64]]]
+"""Features, one row per cell, to the terms of a law, each at least zero and zero where nothing strays."""
+
+
+class Calibration(NamedTuple):
+    """One live run under one cell, paired with the original routing on the same tokens."""
+
+    features: Mapping[str, Any]
+    """A row of `features_of`."""
+    delta_nll: float
+    """Mean difference in nats per token."""
+    standard_error: float
+    """Of that mean, over blocks of tokens."""
+    text: str = ""
+
+
+def calibrate(original: Trace, recordings: Sequence[Trace], text: str = "") -> list[Calibration]:
+    """Calibration runs from recordings of the same tokens: one at L = 0 and others under the cells to learn from.
+
+    Features are those of a replay of `original`, as a prediction has no others.
+
+    Raises:
+        InputError: recordings of other tokens, without losses, or what `features_of` and a recorded policy refuse.
+    """
+    cells = [recorded_cell(recording.header) for recording in recordings]
+    features = features_of(original, cells)
+    losses = losses_of(original)
+    found = []
+    for row, recording in zip(features.iter_rows(named=True), recordings, strict=True):
+        both = losses.join(losses_of(recording), on=["turn", "step"], how="inner", suffix="_live")
+        if both.height != losses.height or not both["next_token"].equals(both["next_token_live"]):
+            raise InputError(f"{recording.path}: is not of the same tokens as {original.path}")
+        # Turns are windows of one text: its tokens in order.
+        difference = both["nll_live"].to_numpy() - both["nll"].to_numpy()
+        found.append(Calibration(row, float(difference.mean()), standard_error([difference]), text))
+    return found
+
+
+def losses_of(trace: Trace) -> pl.DataFrame:
+    """turn, step, next_token and nll (nats) of every scored decode token of a recording, in order.
+
+    Raises:
+        InputError: no token has a loss.
+    """
+    counted = (pl.col("phase") == DECODE) & (pl.col("turn") != THROW_AWAY_TURN) & pl.col("nll").is_not_null()
+    frame = trace.collect("tokens", trace.tokens.filter(counted).select("turn", "step", "next_token", "nll"))
+    if not frame.height:
+        raise InputError(f"{trace.path}/tokens: no token has an nll; record a text with simlab record --text")
+    return frame
+
+
+def recorded_cell(header: TraceHeader) -> Cell:
+    """The cell a trace was recorded under.
+
+    Raises:
+        InputError: its budget is not known, or its policy was a user's file.
+    """
+    if header.budget is None:
+        raise InputError(f"the trace of {header.model} does not say which budget it was recorded at")
+    (cell,) = build_cells(
+        budgets=[header.budget],
+        routes=[recorded_route(header)],
+        evicts=[recorded_evict(header)],
+        scope=header.scope or "global",
+    )
+    return cell
+
+
+class Predicted(NamedTuple):
+    """The rise in nll of one cell in nats per token, simulated, with its 90 % interval for a live run."""
+
+    delta_nll: float
+    low: float
+    high: float
+
+
+def _column(features: pl.DataFrame, name: str) -> NDArray[np.float64]:
+    return np.maximum(features[name].to_numpy().astype(np.float64), 0.0)
+
+
+def _mass_terms(features: pl.DataFrame) -> dict[str, NDArray[np.float64]]:
+    mass, top1 = _column(features, "mass"), _column(features, "top1")
+    moving = mass * (1 - _column(features, "kept"))
+    return {"mass x new": moving, "mass^2": mass**2, "mass x top1": mass * top1}
+
+
+FORMS: dict[str, Terms] = {
+    "mass^2": lambda f: {"mass^2": _column(f, "mass") ** 2},
+    "distance + top1": lambda f: {"distance": _column(f, "distance"), "top1": _column(f, "top1")},
+    "mass x new + mass^2 + mass x top1": _mass_terms,
+}
+"""The forms that can be fitted, by name."""
+DEFAULT_FORM = "mass x new + mass^2 + mass x top1"
+
+
+@dataclass(frozen=True)
+class QualityModel:
+    """A fitted law. Make one with `fit`, keep it with `save`, and ask it with `predict`."""
+
+    form: str
+    coefficients: dict[str, float]
+    """Nats per unit of each term, at least zero."""
+    covariance: list[list[float]]
+    """Of the coefficients, in their order."""
+    relative_spread: float
+    """Standard deviation of the law's own error, as a share of the rise."""
+    noise: tuple[float, float]
+    """`a, b`: a live difference of n tokens and rise d has standard error exp(a) d^b / sqrt(n)."""
+    calibrated_on: int
+    """Calibration runs."""
+
+    @classmethod
+    def fit(cls, runs: Sequence[Calibration], form: str = DEFAULT_FORM) -> Self:
+        """Fit a law on live runs.
+
+        Raises:
+            InputError: an unknown form, fewer than two runs, or runs that no error is known of.
+        """
+        if form not in FORMS:
+            raise InputError(f"form {form}: not a quality law; there are {', '.join(FORMS)}")
+        if len(runs) < 2:
+            raise InputError(
+                f"a quality law wants at least two live runs to be fitted on, here are {len(runs)}"
+            )
+        delta = np.array([run.delta_nll for run in runs])
+        error = np.array([run.standard_error for run in runs])
+        if not (np.isfinite(delta).all() and np.isfinite(error).all() and (error > 0).all()):
+            raise InputError(
+                "a quality law wants live runs whose difference in nll has a standard error above zero"
+            )
+        frame = pl.DataFrame([dict(run.features) for run in runs])
+        terms = FORMS[form](frame)
+        matrix = np.stack(list(terms.values()), axis=1)
+        spread, weights, coefficients = 0.0, 1 / error, np.zeros(matrix.shape[1])
+        for _ in range(20):
+            coefficients, _ = optimize.nnls(matrix * weights[:, None], delta * weights)
+            fitted = matrix @ coefficients
+            spread = _relative_spread(delta - fitted, fitted, error, int((coefficients > 0).sum()))
+            weights = 1 / np.sqrt(error**2 + (spread * fitted) ** 2)
+        covariance = _covariance(matrix * weights[:, None], coefficients > 0)
+        return cls(
+            form=form,
+            coefficients=dict(zip(terms, coefficients.tolist(), strict=True)),
+            covariance=covariance.tolist(),
+            relative_spread=spread,
+            noise=_noise(matrix @ coefficients, error, frame["tokens"].to_numpy()),
+            calibrated_on=len(runs),
+        )
+
+    def predict(self, features: pl.DataFrame) -> list[Predicted]:
+        """The rise in nll of each row of `features_of`, with the interval for a live run of as many tokens."""
+        if not features.height:
+            return []
+        terms = FORMS[self.form](features)
+        matrix = np.stack([terms[name] for name in self.coefficients], axis=1)
+        rise = matrix @ np.array(list(self.coefficients.values()))
+        loose = np.einsum("ij,jk,ik->i", matrix, np.array(self.covariance), matrix)
+        chance = self.standard_error(rise, features["tokens"].to_numpy())
+        half = float(stats.norm.ppf(0.5 + LEVEL / 2)) * np.sqrt(
+            (self.relative_spread * rise) ** 2 + loose + chance**2
+        )
+        return [Predicted(float(d), float(d - h), float(d + h)) for d, h in zip(rise, half, strict=True)]
+
+    def standard_error(self, rise: NDArray[np.float64], tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+        """What chance does to a live difference of so many tokens, in nats."""
+        level, power = self.noise
+        return np.exp(level) * np.maximum(rise, _FLOOR_NATS) ** power / np.sqrt(np.maximum(tokens, 1))
+
+    def save(self, path: Path) -> None:
+        """Write the law as JSON."""
+        path.write_text(json.dumps({"quality_law": 1, **asdict(self)}, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a law that `save` wrote.
+
+        Raises:
+            InputError: no such file, or not a law of this version.
+        """
+        try:
+            found = json.loads(path.read_text())
+            if found.pop("quality_law") != 1 or found["form"] not in FORMS:
+                raise ValueError
+            return cls(**found | {"noise": tuple(found["noise"])})
+        except OSError as error:
+            raise InputError(f"{path}: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise InputError(f"{path}: is not a quality law that this version of simlab wrote") from None
+
+
+def _relative_spread(
+    residual: NDArray[np.float64], fitted: NDArray[np.float64], error: NDArray[np.float64], used: int
+) -> float:
+    """The spread, as a share of the rise, that brings the squared errors of the fit to what is expected of them."""
+    free = max(len(residual) - used, 1)
+
+    def excess(spread: float) -> float:
+        return float((residual**2 / (error**2 + (spread * fitted) ** 2)).sum()) - free
+
+    if excess(0.0) <= 0:
+        return 0.0
+    high = 1e-3
+    while excess(high) > 0 and high < 1e3:
+        high *= 2
+    return float(optimize.root_scalar(excess, bracket=(0.0, high)).root) if excess(high) <= 0 else high
+
+
+def _covariance(weighted: NDArray[np.float64], used: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Of weighted least squares over the coefficients that are not held at zero."""
+    covariance = np.zeros((weighted.shape[1],) * 2)
+    some = np.flatnonzero(used)
+    if len(some):
+        covariance[np.ix_(some, some)] = np.linalg.pinv(weighted[:, some].T @ weighted[:, some])
+    return covariance
+
+
+def _noise(
+    rise: NDArray[np.float64], error: NDArray[np.float64], tokens: NDArray[np.int64]
+) -> tuple[float, float]:
+    """A power law of the standard error in the rise, for one token; flat where the runs do not tell."""
+    x = np.log(np.maximum(rise, _FLOOR_NATS))
+    y = np.log(error * np.sqrt(np.maximum(tokens, 1)))
+    if np.ptp(x) < math.log(2):
+        return float(y.mean()), 0.0
+    power = float(np.clip(np.polyfit(x, y, 1)[0], 0.0, 1.0))
+    return float((y - power * x).mean()), power
