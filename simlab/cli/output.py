@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +18,18 @@ from simlab.types import Cell, CellNumbers, PhaseNumbers
 if TYPE_CHECKING:
     import polars as pl
 
-LIVE_FIELDS = ("tok_s", "wall_ms_per_token", "read_wait_ms_per_token", "ppl", "nll")
+PHASES = ("decode", "all")
+KNOB_FIELDS = ("knobs", "evict_knobs")
+"""Fields of a cell that hold several numbers by name."""
+LIVE_FIELDS = (
+    "tok_s", "tok_s_low", "tok_s_high", "wall_ms_per_token", "read_wait_ms_per_token",
+    "ppl", "ppl_low", "ppl_high", "nll", "ppl_ratio", "ppl_ratio_low", "ppl_ratio_high",
+)  # fmt: skip
 TABLE_LEGEND = (
     "Columns of the table, decode only: cycles = budget in token cycles; hit % of the expert lookups; MiB/token read;\n"
     "cold = first misses of an expert, capacity = the others; subst. %, dropped % of the routed slots;\n"
-    "mass = router probability that this loses; agree = share of the router's own experts that ran."
+    "mass = router probability that this loses; agree = share of the router's own experts that ran;\n"
+    "ppl_ratio = perplexity over the first live cell's, token by token."
 )
 _SHOW_AFTER_S = 2.0
 _REDRAW_S = 0.25
@@ -59,6 +66,7 @@ def cell_to_json(numbers: CellNumbers) -> dict[str, Any]:
         "evict_knobs": dict(cell.evict_knobs),
         "scope": cell.scope,
         "sequential": cell.sequential,
+        "budget": cell.budget.text,
         "budget_mib": numbers.budget_mib,
         "budget_cycles": numbers.budget_cycles,
         "decode": dataclasses.asdict(numbers.decode),
@@ -68,8 +76,8 @@ def cell_to_json(numbers: CellNumbers) -> dict[str, Any]:
     return json_value(fields | {name: value for name, value in rest.items() if value is not None})
 
 
-def cells_to_frame(cells: Sequence[CellNumbers]) -> pl.DataFrame:
-    """Cells as a flat table, one row each, with prefixes `decode_` and `all_`; knobs are JSON text."""
+def cells_schema() -> dict[str, Any]:
+    """Columns of the flat table of cells, with their polars types."""
     import polars as pl
 
     def of(annotation: str) -> Any:
@@ -78,19 +86,28 @@ def cells_to_frame(cells: Sequence[CellNumbers]) -> pl.DataFrame:
     schema: dict[str, Any] = {
         "source": pl.String, "route": pl.String, "knobs": pl.String, "margin": pl.Float64, "drop": pl.Float64,
         "top_k": pl.Int64, "evict": pl.String, "evict_knobs": pl.String, "scope": pl.String,
-        "sequential": pl.Boolean, "budget_mib": pl.Float64, "budget_cycles": pl.Float64,
+        "sequential": pl.Boolean, "budget": pl.String, "budget_mib": pl.Float64, "budget_cycles": pl.Float64,
     }  # fmt: skip
-    for phase in ("decode", "all"):
+    for phase in PHASES:
         schema |= {f"{phase}_{f.name}": of(str(f.type)) for f in dataclasses.fields(PhaseNumbers)}
-    schema |= dict.fromkeys(LIVE_FIELDS, pl.Float64) | {"note": pl.String}
-    rows = []
-    for numbers in cells:
-        row = cell_to_json(numbers)
-        for phase in ("decode", "all"):
-            row |= {f"{phase}_{name}": value for name, value in row.pop(phase).items()}
-        row |= {name: json.dumps(row[name]) for name in ("knobs", "evict_knobs")}
-        rows.append({name: row.get(name) for name in schema})
-    return pl.DataFrame(rows, schema=schema)
+    return schema | dict.fromkeys(LIVE_FIELDS, pl.Float64) | {"note": pl.String}
+
+
+def json_to_row(cell: Mapping[str, Any]) -> dict[str, Any]:
+    """A cell as `cell_to_json` has it, flat: phases by prefix, knobs as JSON text."""
+    row = {name: value for name, value in cell.items() if name not in PHASES}
+    for phase in PHASES:
+        row |= {f"{phase}_{name}": value for name, value in cell[phase].items()}
+    return row | {name: json.dumps(row[name]) for name in KNOB_FIELDS}
+
+
+def cells_to_frame(cells: Sequence[CellNumbers]) -> pl.DataFrame:
+    """Cells as a flat table, one row each, with prefixes `decode_` and `all_`; knobs are JSON text."""
+    import polars as pl
+
+    schema = cells_schema()
+    flat = [json_to_row(cell_to_json(numbers)) for numbers in cells]
+    return pl.DataFrame([{name: row.get(name) for name in schema} for row in flat], schema=schema)
 
 
 def cells_from_frame(frame: pl.DataFrame, cells: Sequence[Cell]) -> list[CellNumbers]:
@@ -117,14 +134,18 @@ def table(cells: Sequence[CellNumbers]) -> str:
     def number(value: float | None, form: str) -> str:
         return "-" if value is None or not math.isfinite(value) else format(value, form)
 
+    def between(numbers: CellNumbers, name: str) -> str:
+        low, high = (getattr(numbers, f"{name}_{end}") for end in ("low", "high"))
+        return "-" if low is None else f"{low:.3f} to {high:.3f}"
+
     def share(part: int, whole: int) -> str:
         return f"{100 * part / whole:.1f}" if whole else "-"
 
-    live = [n for n in LIVE_FIELDS[:1] + LIVE_FIELDS[3:4] if any(getattr(c, n) is not None for c in cells)]
+    live = [n for n in ("tok_s", "ppl", "ppl_ratio") if any(getattr(c, n) is not None for c in cells)]
     notes = ["note"] if any(c.note for c in cells) else []
     lines = [
         ["source", "route", "evict", "scope", "budget MiB", "cycles", "k", "hit %", "MiB/token", "cold",
-         "capacity", "subst. %", "dropped %", "mass", "agree", *live, *notes]
+         "capacity", "subst. %", "dropped %", "mass", "agree", *(word for name in live for word in (name, "95 %")), *notes]
     ]  # fmt: skip
     for c in cells:
         d = c.decode
@@ -146,7 +167,7 @@ def table(cells: Sequence[CellNumbers]) -> str:
                 share(d.dropped, d.slots),
                 number(d.mass_displaced, ".4f"),
                 number(d.agreement, ".3f"),
-                *(number(getattr(c, name), ".3f") for name in live),
+                *(word for name in live for word in (number(getattr(c, name), ".3f"), between(c, name))),
                 *([c.note or ""] if notes else []),
             ]
         )
