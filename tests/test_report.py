@@ -15,14 +15,10 @@ pytest.importorskip("altair")
 pytest.importorskip("vl_convert")
 
 from simlab.cells import build_cells
-from simlab.judge.charts import (
-    budget_label,
-    comparison_chart,
-    margin_chart,
-    route_label,
-    sweep_charts,
-    write_sweep_chart,
-)
+from simlab.charts.live import comparison_chart
+from simlab.charts.pages import write_sweep_page
+from simlab.charts.sweeps import margin_chart, sweep_charts
+from simlab.charts.words import budget_label, route_label
 from simlab.judge.report import DASH, verdict, write_report
 from simlab.trace.store import Trace
 from simlab.types import Cell, CellNumbers, Comparison, PhaseNumbers, TraceHeader
@@ -198,7 +194,7 @@ def test_the_page_says_what_was_run_and_how_to_repeat_it(page: Page) -> None:
 
 
 def test_the_charts_carry_the_points(page: Page) -> None:
-    assert set(page.specs) == {"margin", "tradeoff", "comparison"}
+    assert set(page.specs) == {"margin", "budget", "tradeoff", "comparison"}
     margin = points(page.specs["margin"])
     assert {(p["margin"], round(p["miss"], 3)) for p in margin if p["budget"] == "2 cycles (8 MiB)"} == {
         (0.0, 65.9), (0.15, 43.3), (0.3, 21.1)
@@ -272,7 +268,7 @@ def test_a_sweep_page_names_series_by_what_differs(tmp_path: Path) -> None:
         for c in cells(margins=["0", ".1"]) + cells(margins=["0", ".1"], scope="per_layer")
     ]
     trace = cast(Trace, SimpleNamespace(header=HEADER))
-    write_sweep_chart(tmp_path / "s.html", both, trace)
+    write_sweep_page(tmp_path / "s.html", both, trace)
     page = Page(tmp_path / "s.html")
     assert page.addresses == []
     assert {p["series"] for p in points(page.specs["margin"])} == {
@@ -283,7 +279,7 @@ def test_a_sweep_page_names_series_by_what_differs(tmp_path: Path) -> None:
 
 def test_a_sweep_page_without_margin_or_mass_says_so(tmp_path: Path) -> None:
     wide = [numbers(c, 0.5, 1.0, mass=None) for c in cells(margins=[], top_ks=["1"])]
-    write_sweep_chart(tmp_path / "s.html", wide, cast(Trace, SimpleNamespace(header=HEADER)))
+    write_sweep_page(tmp_path / "s.html", wide, cast(Trace, SimpleNamespace(header=HEADER)))
     page = Page(tmp_path / "s.html")
     assert page.specs == {}
     assert "nothing to draw" in page.text

@@ -68,7 +68,7 @@ def _curve(args: argparse.Namespace) -> None:
         write_frame(out, curve)
         say_written(out)
     if chart is not None:
-        from simlab.judge.anatomy_charts import write_curve_page
+        from simlab.charts.pages import write_curve_page
 
         write_whole(chart, lambda path: write_curve_page(path, curve, trace, args.scope))
         say_written(chart)
@@ -115,7 +115,7 @@ def _explain(args: argparse.Namespace) -> None:
     with Progress("explain") as progress:
         found = explain(trace, cell, progress=progress, train=getattr(args, "train", None))
     if chart is not None:
-        from simlab.judge.anatomy_charts import write_explain_page
+        from simlab.charts.pages import write_explain_page
 
         write_whole(chart, lambda path: write_explain_page(path, found))
         say_written(chart)

@@ -157,9 +157,9 @@ def _sweep(args: argparse.Namespace) -> None:
         if parts is not None:
             parts.remove()
     if chart is not None:
-        from simlab.judge.charts import write_sweep_chart
+        from simlab.charts.pages import write_sweep_page
 
-        write_whole(chart, lambda path: write_sweep_chart(path, numbers[0], traces[0]))
+        write_whole(chart, lambda path: write_sweep_page(path, numbers[0], traces[0]))
         say_written(chart)
     several = len(traces) > 1
     if args.json:

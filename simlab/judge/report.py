@@ -11,21 +11,19 @@ from html import escape
 from pathlib import Path
 
 from simlab.cells import MIB
-from simlab.cli.output import write_whole
-from simlab.judge.charts import (
-    CAPTIONS,
+from simlab.charts.live import comparison_chart
+from simlab.charts.pages import CAPTIONS, figure, page
+from simlab.charts.sweeps import sweep_charts
+from simlab.charts.words import (
     LIVE_LABEL,
     REPLAY_LABEL,
     budget_label,
-    comparison_chart,
-    figure,
-    page,
     rate_text,
     route_label,
     size_text,
     source_label,
-    sweep_charts,
 )
+from simlab.cli.output import write_whole
 from simlab.types import Cell, CellNumbers, Comparison, TraceHeader
 
 DASH = "–"
