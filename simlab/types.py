@@ -34,8 +34,7 @@ Gating = Literal["softmax", "sigmoid", "logits"]
 ScoreSpace = Literal["prob", "raw"]
 Stage = Literal["width", "rerank", "swap", "drop"]
 
-# ---------------------------------------------------------------------------------------------------------
-# The policy contract
+# -- the policy contract -------------------------------------------------------------------------------------
 
 
 class Knob(NamedTuple):
@@ -197,16 +196,12 @@ EvictFunction = Callable[
     [ModuleType, CacheState, dict[str, Array], SimpleNamespace], tuple[Array, dict[str, Array]]
 ]
 """`(xp, cache, state, knobs) -> (leaving, state)` at every batch's end: bool `[N, ...]` of the entries that leave.
-
 `state` holds the per-entry state `[N, ...]` and the per-cache scalars `[...]`. It may reduce along the entries
-and loop with `simlab.whole_cache.repeat`.
-"""
+and loop with `simlab.whole_cache.repeat`."""
 
 PrepareFunction = Callable[[Array, Array, int, SimpleNamespace], dict[str, Array]]
-"""`(counts, sizes, capacity, knobs) -> state` of one cache before a run that trains, with NumPy.
-
-int64 `[n]` each: batches of the training part that picked the entry, and its bytes; `capacity` in bytes.
-"""
+"""`(counts, sizes, capacity, knobs) -> state` of one cache before a run that trains, with NumPy. int64 `[n]` each:
+batches of the training part that picked the entry, and its bytes; `capacity` in bytes."""
 
 
 @dataclass(frozen=True)
@@ -280,9 +275,7 @@ class EvictionPolicy:
 
 Policy = RoutingPolicy | EvictionPolicy
 
-
-# ---------------------------------------------------------------------------------------------------------
-# A cell: one setting of everything
+# -- a cell: one setting of everything -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -379,8 +372,7 @@ class Cell:
         return next((s.knobs["F"] for s in self.route.steps if s.policy.is_builtin("drop_cold")), None)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# A trace's header
+# -- a trace's header ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -444,8 +436,7 @@ class TraceHeader:
         return self.n_expert * sum(self.entry_bytes.values())
 
 
-# ---------------------------------------------------------------------------------------------------------
-# A cell's numbers
+# -- a cell's numbers ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -484,10 +475,19 @@ class CellNumbers:
     decode: PhaseNumbers
     all: PhaseNumbers
     tok_s: float | None = None
+    tok_s_low: float | None = None
+    tok_s_high: float | None = None
+    """Of the 95 % interval, as of all `low` and `high` here: a block bootstrap over the decoded tokens."""
     wall_ms_per_token: float | None = None
     read_wait_ms_per_token: float | None = None
     ppl: float | None = None
+    ppl_low: float | None = None
+    ppl_high: float | None = None
     nll: float | None = None
+    ppl_ratio: float | None = None
+    """Perplexity over that of the first cell it was run beside, token by token."""
+    ppl_ratio_low: float | None = None
+    ppl_ratio_high: float | None = None
     note: str | None = None
     """What a reader has to know to take these numbers for what they are."""
 

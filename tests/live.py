@@ -17,7 +17,7 @@ from simlab.record.engine import EMBEDDED_MODEL, Engine
 from simlab.record.llama import Llama
 from simlab.record.plan import text_graphs
 from simlab.trace.store import Trace, TraceWriter, open_trace
-from simlab.types import Cell
+from simlab.types import Cell, CellNumbers
 
 TEXT = Path(EMBEDDED_MODEL).with_name("text-b.txt").read_bytes()
 THREADS = 1
@@ -79,3 +79,8 @@ def blanked(trace: Trace, out: Path) -> Trace:
     for name in EXECUTED:
         assert copy.routing.select(pl.col(name).null_count()).collect().item() == trace.n_rows
     return copy
+
+
+def with_interval(numbers: CellNumbers, name: str) -> list[float]:
+    """Low end, value and high end of a live number."""
+    return [getattr(numbers, n) for n in (f"{name}_low", name, f"{name}_high")]

@@ -12,7 +12,7 @@ import itertools
 import numpy as np
 import polars as pl
 import pytest
-from live import TEXT, THREADS, blanked, cell_of, record
+from live import TEXT, THREADS, blanked, cell_of, record, with_interval
 
 from simlab.cells import build_cells
 from simlab.judge.measure import measure
@@ -183,10 +183,13 @@ def test_validate_runs_the_same_graphs_and_agrees_where_nothing_drifts(engine, t
             # With the router's own ids the replay is exact; only a substituted expert makes scores drift.
             assert pair.live.decode.misses == pair.replay.decode.misses
             assert pair.live.decode.lookups == pair.replay.decode.lookups
-        assert pair.live.tok_s is not None
-        assert pair.live.tok_s > 0
-        assert pair.live.ppl is not None
+        speed, ppl, ratio = (with_interval(pair.live, name) for name in ("tok_s", "ppl", "ppl_ratio"))
+        assert 0 < speed[0] < speed[1] < speed[2]
+        assert ppl[0] < ppl[1] < ppl[2]
+        assert ratio[1] == pytest.approx(ppl[1] / with_interval(compared[0].live, "ppl")[1])
+        assert ratio[0] <= ratio[1] <= ratio[2]
     baseline, margin = compared[0].live, compared[1].live
+    assert baseline.ppl_ratio_low == baseline.ppl_ratio_high == 1
     assert margin.decode.substituted > 0
     assert baseline.nll == compared[2].live.nll, "the budget alone changes no logit"
 

@@ -41,7 +41,13 @@ def test_a_shipped_trace_replays_slot_for_slot(name):
     live = measure(trace, cell)
     assert live.decode.misses == found.numbers.decode.misses
     assert live.decode.tokens == 247
-    assert live.tok_s is not None
+    wall_s = trace.tokens.filter(pl.col("phase") == 1).collect()["wall_ns"].to_numpy() / 1e9
+    low, tok_s, high = (getattr(live, name) for name in ("tok_s_low", "tok_s", "tok_s_high"))
+    assert tok_s == pytest.approx(247 / wall_s.sum())
+    # Rough: tokens resampled one by one, where neighbours are alike, spread less than blocks of them do.
+    error = wall_s.std() / 247**0.5 / wall_s.mean()
+    assert low < tok_s * (1 - error)
+    assert high > tok_s * (1 + error)
 
 
 def test_measured_numbers_by_hand_from_the_tables():

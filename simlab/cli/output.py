@@ -145,7 +145,8 @@ def table(cells: Sequence[CellNumbers]) -> str:
     notes = ["note"] if any(c.note for c in cells) else []
     lines = [
         ["source", "route", "evict", "scope", "budget MiB", "cycles", "k", "hit %", "MiB/token", "cold",
-         "capacity", "subst. %", "dropped %", "mass", "agree", *(word for name in live for word in (name, "95 %")), *notes]
+         "capacity", "subst. %", "dropped %", "mass", "agree",
+         *(word for name in live for word in (name, "95 %")), *notes]
     ]  # fmt: skip
     for c in cells:
         d = c.decode

@@ -11,9 +11,11 @@ import math
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from simlab.cells import MIB, effective_k, resolve_budget
 from simlab.errors import InputError
+from simlab.judge.stats import block_bootstrap_mean
 from simlab.replay.columns import ColumnNeeds, TraceColumns
 from simlab.replay.run import CHUNK_ROWS
 from simlab.trace.store import Trace
@@ -38,9 +40,11 @@ def measure(trace: Trace, cell: Cell) -> CellNumbers:
     rows = _row_counts(trace, columns, routing)
     tokens = trace.collect("tokens", trace.tokens.filter(pl.col("turn") != THROW_AWAY_TURN))
     decode_tokens = tokens.filter(pl.col("phase") == DECODE)
-    wall_ns = decode_tokens["wall_ns"].drop_nulls().to_list()
-    nll = decode_tokens["nll"].mean()
-    mean_nll = float(nll) if isinstance(nll, (int, float)) else None
+    wall_ns = decode_tokens["wall_ns"].drop_nulls().to_numpy()
+    losses = decode_losses(trace)
+    mean_nll = float(losses.mean()) if len(losses) else None
+    wall_low, wall_high = block_bootstrap_mean([wall_ns])
+    nll_low, nll_high = block_bootstrap_mean([losses])
     return CellNumbers(
         source="live",
         cell=cell,
@@ -49,12 +53,26 @@ def measure(trace: Trace, cell: Cell) -> CellNumbers:
         top_k=k,
         decode=_phase(columns, rows.filter("decode"), decode_tokens, [True], budget.off),
         all=_phase(columns, rows, tokens, [True, False], budget.off),
-        tok_s=1e9 * len(wall_ns) / sum(wall_ns) if wall_ns else None,
-        wall_ms_per_token=sum(wall_ns) / len(wall_ns) / 1e6 if wall_ns else None,
+        tok_s=1e9 / float(wall_ns.mean()) if len(wall_ns) else None,
+        tok_s_low=_known(1e9 / wall_high),
+        tok_s_high=_known(1e9 / wall_low),
+        wall_ms_per_token=float(wall_ns.mean()) / 1e6 if len(wall_ns) else None,
         read_wait_ms_per_token=_mean_ms(decode_tokens["read_wait_ns"]),
         ppl=math.exp(mean_nll) if mean_nll is not None else None,
+        ppl_low=_known(math.exp(nll_low)),
+        ppl_high=_known(math.exp(nll_high)),
         nll=mean_nll,
     )
+
+
+def decode_losses(trace: Trace) -> NDArray[np.float64]:
+    """float64 `[scored tokens]`: nats of each decoded token whose next token is known, in their order."""
+    decoded = (pl.col("phase") == DECODE) & (pl.col("turn") != THROW_AWAY_TURN)
+    return trace.collect("tokens", trace.tokens.filter(decoded))["nll"].drop_nulls().to_numpy()
+
+
+def _known(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _mean_ms(column: pl.Series) -> float | None:

@@ -8,22 +8,27 @@ the same ids with the same cuts between graphs, and its numbers come from its ow
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import math
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from simlab.cells import effective_k
 from simlab.errors import InputError
-from simlab.judge.measure import measure
+from simlab.judge.measure import decode_losses, measure
+from simlab.judge.stats import paired_difference
 from simlab.record.engine import EMBEDDED_MODEL, Engine
 from simlab.record.plan import PlannedGraph
 from simlab.record.recorder import Recorder
 from simlab.replay.run import TraceLike, sweep
 from simlab.trace.store import Trace, TraceWriter, open_trace
-from simlab.types import PREFILL, THROW_AWAY_TURN, Cell, Comparison
+from simlab.types import PREFILL, THROW_AWAY_TURN, Cell, CellNumbers, Comparison
 
 
 def validate(
@@ -47,7 +52,8 @@ def validate(
     _check_model(trace, Path(model) if model is not None else EMBEDDED_MODEL)
     graphs = planned_graphs(trace)
     replays = sweep(trace, cells, train=engine_options.get("train"))
-    compared: dict[int, Comparison] = {}
+    lives: dict[int, CellNumbers] = {}
+    losses: dict[int, NDArray[np.float64]] = {}
     order = sorted(range(len(cells)), key=lambda i: effective_k(cells[i].route, trace.header))
     engine, opened_k = None, None
     try:
@@ -60,13 +66,22 @@ def validate(
                 engine, opened_k = Engine(model, top_k=k, **engine_options), k
             with tempfile.TemporaryDirectory(prefix="simlab-live-") as folder:
                 live = run_live(engine, graphs, cells[i], Path(folder) / "live.trace")
-                compared[i] = Comparison(replays[i], measure(live, cells[i]))
+                lives[i], losses[i] = measure(live, cells[i]), decode_losses(live)
             if progress is not None:
                 progress((done + 1) / len(cells))
     finally:
         if engine is not None:
             engine.close()
-    return [compared[i] for i in range(len(cells))]
+    return [Comparison(replays[i], _beside_first(lives[i], losses[0], losses[i])) for i in range(len(cells))]
+
+
+def _beside_first(live: CellNumbers, first: NDArray[np.float64], losses: NDArray[np.float64]) -> CellNumbers:
+    """A live run with its perplexity over the first cell's on the same tokens, where there is any to compare."""
+    if not len(losses):
+        return live
+    difference, (low, high) = paired_difference([first], [losses])
+    ratio = [math.exp(x) if math.isfinite(x) else None for x in (difference, low, high)]
+    return dataclasses.replace(live, ppl_ratio=ratio[0], ppl_ratio_low=ratio[1], ppl_ratio_high=ratio[2])
 
 
 def planned_graphs(trace: Trace) -> list[tuple[PlannedGraph, list[int], int | None]]:
