@@ -14,11 +14,13 @@ from pathlib import Path
 
 from simlab.errors import InputError
 from simlab.judge.ppl import LEAST_TOKENS, Text
-from simlab.judge.scoring import Engines
+from simlab.judge.scoring import Engines, Tick
 from simlab.trace.header import read_header
 from simlab.trace.store import Trace, open_trace
 from simlab.types import Cell
 
+PROMPT_TOKENS = 64
+"""Of a text, what the model writes on from."""
 _UNFIT = re.compile(r"[^A-Za-z0-9.=,+-]+")
 """What does not go into a folder's name."""
 _ALIKE = ("model", "text_hash", "route", "knobs", "evict", "scope", "budget_bytes", "policy_source_hash")
@@ -64,44 +66,81 @@ class RunStore:
     engines: Engines
 
     def record(
-        self, texts: Sequence[Text], cells: Sequence[Cell], progress: Callable[[float], None] | None = None
+        self, texts: Sequence[Text], cells: Sequence[Cell], progress: Tick | None = None
     ) -> list[list[Trace]]:
-        """Record every text under every cell that the folder lacks, and open all of them.
+        """Score every text under every cell that the folder lacks, token by token, and open all recordings.
 
         Returns the traces, per cell one of each text. Each run starts from an empty cache and an empty context.
 
         Raises:
             InputError: the folder holds another recording under a name that is wanted.
         """
+
+        def run(text: Text, cell: Cell, out: Path, tick: Tick) -> None:
+            engine = self.engines.for_cell(cell)
+            engine.record_text(text.tokens, cell, out, text=engine.detokenize(text.tokens), progress=tick)
+
+        return self._run(texts, cells, run, progress)
+
+    def generate(
+        self, texts: Sequence[Text], cells: Sequence[Cell], progress: Tick | None = None
+    ) -> list[list[Trace]]:
+        """As `record`, but the model writes: after the first `PROMPT_TOKENS` of a text, as many as the text has left.
+
+        Greedy, and shorter where the model ends by itself or its context is full.
+        """
+
+        def run(text: Text, cell: Cell, out: Path, tick: Tick) -> None:
+            engine = self.engines.for_cell(cell)
+            prompt = text.tokens[:PROMPT_TOKENS]
+            n = min(len(text.tokens), engine.n_ctx) - len(prompt)
+            whole = engine.detokenize(text.tokens)
+            engine.record_generation([prompt], n, cell, out, text=whole, progress=tick)
+
+        for text in texts:
+            if len(text.tokens) <= PROMPT_TOKENS:
+                raise InputError(
+                    f"--text {text.name}: has {len(text.tokens)} tokens; writing on from {PROMPT_TOKENS} wants more"
+                )
+        return self._run(texts, cells, run, progress, "free")
+
+    def _run(
+        self,
+        texts: Sequence[Text],
+        cells: Sequence[Cell],
+        run: Callable[[Text, Cell, Path, Tick], None],
+        progress: Tick | None,
+        how: str = "forced",
+    ) -> list[list[Trace]]:
         header = self.engines.get().header()
-        missing = [(text, cell) for cell in cells for text in texts if not self._kept(text, cell)]
+        missing = [(text, cell) for cell in cells for text in texts if not self._kept(text, cell, how)]
         # Cells of equal width together: each change opens the model again.
         missing.sort(key=lambda pair: self.engines.top_k(pair[1].route) or header.n_expert_used)
         total, done = sum(len(text.tokens) for text, _ in missing), 0
         for text, cell in missing:
-            engine, out = self.engines.for_cell(cell), self.path(text, cell)
+            out = self.path(text, cell, how)
+            out.parent.mkdir(parents=True, exist_ok=True)
 
             def tick(share: float, done: int = done, text: Text = text) -> None:
                 if progress is not None:
                     progress((done + share * len(text.tokens)) / total)
 
-            out.parent.mkdir(parents=True, exist_ok=True)
-            engine.record_text(text.tokens, cell, out, text=engine.detokenize(text.tokens), progress=tick)
+            run(text, cell, out, tick)
             done += len(text.tokens)
-        return [[open_trace(self.path(text, cell)) for text in texts] for cell in cells]
+        return [[open_trace(self.path(text, cell, how)) for text in texts] for cell in cells]
 
-    def path(self, text: Text, cell: Cell) -> Path:
+    def path(self, text: Text, cell: Cell, how: str = "forced") -> Path:
         """Where the recording of a text under a cell lies."""
         route = "+".join(
             ":".join(filter(None, (s.policy.name, ",".join(f"{n}={v:g}" for n, v in s.knobs.items()))))
             for s in cell.route.steps
         )
-        words = (cell.budget.text, route, cell.evict_spec, cell.scope)
+        words = (cell.budget.text, route, cell.evict_spec, cell.scope, *(() if how == "forced" else (how,)))
         return self.folder / text.name / ("_".join(_UNFIT.sub("-", word) for word in words) + ".trace")
 
-    def _kept(self, text: Text, cell: Cell) -> bool:
+    def _kept(self, text: Text, cell: Cell, how: str) -> bool:
         """Whether the run was recorded before; one that did not finish is removed."""
-        path = self.path(text, cell)
+        path = self.path(text, cell, how)
         if not path.exists():
             return False
         header = read_header(path).header

@@ -13,7 +13,7 @@ Raftery 2007 (interval score).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -85,27 +85,36 @@ def standard_error(
     return float(_resampled_means(series, block, n_resamples, seed).std())
 
 
-def block_bootstrap_ratio(
-    numerators: Sequence[np.ndarray],
-    denominators: Sequence[np.ndarray],
+def block_bootstrap_of(
+    quantities: Sequence[Sequence[np.ndarray]],
+    statistic: Callable[..., np.ndarray],
     *,
+    drawn: Sequence[int] | None = None,
     block: int = BLOCK_TOKENS,
     n_resamples: int = N_RESAMPLES,
     seed: int = 0,
 ) -> Interval:
-    """Percentile interval for the sum of the numerators over that of the denominators, drawn in the same blocks.
+    """Percentile interval for a statistic of the means of several quantities, such as a ratio.
 
     Args:
-        numerators, denominators: series of equal lengths, value by value of the same tokens.
+        quantities: of each, series as `block_bootstrap_mean` takes them.
+        statistic: the resampled means of each quantity, float64 `[n_resamples]`, to as many values.
+        drawn: a number for each quantity; those of equal number are of the same tokens, and drawn in the same
+            blocks. None: all of them.
     """
-    if sum(len(values) for values in numerators) < 2:
+    if any(sum(len(values) for values in series) < 2 for series in quantities):
         return UNKNOWN
-    over, under = (_resampled_means(s, block, n_resamples, seed) for s in (numerators, denominators))
-    some = under != 0
-    if not some.any():
+    means = [
+        _resampled_means(series, block, n_resamples, seed + of)
+        for series, of in zip(quantities, drawn or [0] * len(quantities), strict=True)
+    ]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        values = statistic(*means)
+    values = values[np.isfinite(values)]
+    if not len(values):
         return UNKNOWN
     tail = 100 * (1 - LEVEL) / 2
-    low, high = np.percentile(over[some] / under[some], [tail, 100 - tail])
+    low, high = np.percentile(values, [tail, 100 - tail])
     return Interval(float(low), float(high))
 
 

@@ -1,0 +1,254 @@
+"""`fidelity`: how far replays are off, level by level."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from simlab.cli.options import (
+    add_cell_options,
+    add_engine_options,
+    add_json,
+    add_model,
+    cells_from_args,
+    engine_options,
+    warn_about_cells,
+    whole_number,
+)
+from simlab.errors import InputError
+
+if TYPE_CHECKING:
+    from simlab.judge.fidelity import Off
+    from simlab.judge.fidelity_grid import FidelityRow
+
+BUDGETS = ("1.2cycles", "2cycles", "4cycles")
+MARGINS = ("0", "0.05", "0.1", "0.15", "0.2", "0.3", "0.6")
+DROPS = ("0.5", "0.75", "1")
+TOKENS = 2048
+"""Of each text, where nothing else is asked for."""
+LEGEND = (
+    "L1: a replay of the text's recording under the original routing, simulated. L2: live, the same tokens forced.\n"
+    "L3: live, the model writes; the replay beside it is of what it wrote under the original routing. set: a replay on\n"
+    "scores from between recordings (--recorded). Errors are replay minus live, decode only, with 95 % intervals over\n"
+    "blocks of 32 tokens."
+)
+
+
+def add_commands(commands: Any) -> None:
+    """Add the command to the subparsers."""
+    parser = commands.add_parser(
+        "fidelity",
+        help="how far replays are off from live runs",
+        description="Run texts live under each cell, replay the same cells from a recording of the original routing, "
+        "and print the signed errors of the replay.",
+        epilog=LEGEND,
+    )
+    add_model(parser)
+    add_text_options(parser)
+    parser.add_argument(
+        "--recorded",
+        metavar="SPEC",
+        action="append",
+        help="also replay on scores from between recordings, of the original routing and of this policy at the "
+        "budget after @, such as substitute:L=.3@2cycles; repeatable",
+    )
+    parser.add_argument("--free", action="store_true", help="also let the model write by itself (L3)")
+    parser.add_argument(
+        "--by",
+        choices=("text", "layer", "position"),
+        help="also print errors by text, layer or stretch of the text",
+    )
+    add_cell_options(
+        parser,
+        lists=True,
+        default_budget=f"{','.join(BUDGETS)}; without a policy, margins {','.join(MARGINS)} "
+        f"and drops {','.join(DROPS)}",
+    )
+    add_engine_options(parser)
+    add_json(parser)
+    parser.set_defaults(run=_fidelity)
+
+
+def add_text_options(parser: argparse.ArgumentParser) -> None:
+    """`--text`, `--tokens`, `--stretches` and `--keep`: which texts to run, and where their recordings stay."""
+    parser.add_argument("--text", nargs="+", required=True, metavar="FILE", help="the texts to run")
+    parser.add_argument(
+        "--tokens",
+        type=whole_number(16),
+        default=TOKENS,
+        metavar="N",
+        help=f"most tokens of a text (default {TOKENS})",
+    )
+    parser.add_argument(
+        "--stretches",
+        type=whole_number(1),
+        default=1,
+        metavar="N",
+        help="make N texts of each file, from starts spread evenly over it",
+    )
+    parser.add_argument(
+        "--keep", metavar="DIR", help="keep the recordings in this folder, and go on with those it has"
+    )
+
+
+def grid_cells(args: argparse.Namespace) -> list[Any]:
+    """The cells of a command line; without policy options, the default margins and drops."""
+    if not (args.route or args.margin or args.drop or args.top_k):
+        args.route = [f"substitute:L={m}" for m in MARGINS] + [f"drop_cold:F={f}" for f in DROPS]
+    args.budget = args.budget or list(BUDGETS)
+    return cells_from_args(args)
+
+
+def recorded_cells(specs: Sequence[str] | None, args: argparse.Namespace) -> list[Any]:
+    """The cells of `--recorded SPEC@BUDGET`, with the eviction and scope of the others."""
+    from simlab.cells import build_cells
+
+    found = []
+    for spec in specs or ():
+        route, at, budget = spec.rpartition("@")
+        if not at:
+            raise InputError(f"--recorded {spec}: has no budget; write substitute:L=.3@2cycles")
+        found += build_cells(
+            budgets=[budget],
+            routes=[route],
+            evicts=(args.evict or ["lru"])[:1],
+            scope=args.scope or "global",
+        )
+    return found
+
+
+def _fidelity(args: argparse.Namespace) -> None:
+    from simlab.cli.output import Progress, print_json
+    from simlab.judge.fidelity_grid import Plan, run
+    from simlab.judge.fidelity_runs import RunStore, read_texts
+    from simlab.judge.scoring import Engines
+
+    cells, recorded = grid_cells(args), recorded_cells(args.recorded, args)
+    with ExitStack() as stack:
+        folder = keep_folder(args.keep, stack)
+        engines = stack.enter_context(Engines(args.model, engine_options(args)))
+        texts = read_texts(engines, args.text, args.tokens, args.stretches)
+        warn_about_cells([*cells, *recorded], engines.get().header())
+        progress = stack.enter_context(Progress("fidelity"))
+        plan = Plan(texts, cells, recorded, args.free)
+        rows = run(plan, RunStore(folder, engines), progress)
+    if args.json:
+        print_json([_json(row) for row in rows])
+        return
+    print(
+        f"{len(texts)} texts, {sum(len(t.tokens) for t in texts):,} tokens: {', '.join(t.name for t in texts)}"
+    )
+    print("\n" + _table(rows))
+    kinds: dict[str, Callable[[FidelityRow], bool]] = {
+        "text": lambda row: row.text is not None,
+        "layer": lambda row: row.part.startswith("layer"),
+        "position": lambda row: row.part.startswith("tokens"),
+    }
+    if args.by is not None:
+        print(f"\nby {args.by}\n" + _parts_table([row for row in rows if kinds[args.by](row)]))
+    print("\n" + LEGEND)
+
+
+def keep_folder(keep: str | None, stack: ExitStack) -> Path:
+    """The folder of the recordings, `--keep` or one that goes with the command."""
+    if keep is None:
+        return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="simlab-runs-")))
+    folder = Path(keep)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--keep {keep}: {error.strerror}") from error
+    return folder
+
+
+def _json(row: FidelityRow) -> dict[str, Any]:
+    cell = row.cell
+
+    def off(value: Off) -> dict[str, Any]:
+        return {
+            "replay": value.replay,
+            "live": value.live,
+            "error": value.error,
+            "interval": list(value.interval),
+        }
+
+    return {
+        "compared": row.compared,
+        "route": cell.route.name,
+        "knobs": dict(cell.route.knobs),
+        "margin": cell.margin,
+        "drop": cell.drop,
+        "evict": cell.evict,
+        "scope": cell.scope,
+        "budget_cycles": row.budget_cycles,
+        "text": row.text,
+        "part": row.part,
+        "miss_rate_points": off(row.errors.miss_rate),
+        "mib_per_token_percent": off(row.errors.mib_per_token),
+        "substituted_points": off(row.errors.substituted),
+        "dropped_points": off(row.errors.dropped),
+    }
+
+
+def _number(value: float, form: str) -> str:
+    return format(value, form) if math.isfinite(value) else "-"
+
+
+def _off_words(off: Off, form: str) -> list[str]:
+    if not math.isfinite(off.error):
+        return [_number(off.replay, form), _number(off.live, form), "-"]
+    interval = f"[{_number(off.interval.low, '+.2f')}, {_number(off.interval.high, '+.2f')}]"
+    return [_number(off.replay, form), _number(off.live, form), f"{off.error:+.2f} {interval}"]
+
+
+def _words(row: FidelityRow) -> list[str]:
+    knobs = ",".join(f"{name}={value:g}" for name, value in row.cell.route.knobs.items())
+    return [row.compared, f"{row.budget_cycles:.1f}", row.cell.route.name + (f":{knobs}" if knobs else "")]
+
+
+def _table(rows: Sequence[FidelityRow]) -> str:
+    """A line per cell: all texts together, and the text it is furthest off on."""
+    from simlab.cli.output import align
+
+    lines = [["compared", "cycles", "route", "miss % replay", "live", "error, points", "worst text",
+              "MiB/token replay", "live", "error, %", "worst text", "subst. % replay", "live", "error, points",
+              "dropped, points"]]  # fmt: skip
+    whole = [row for row in rows if row.text is None and row.part == "all"]
+    for row in whole:
+        same = [
+            r.errors for r in rows if r.text is not None and r.compared == row.compared and r.cell == row.cell
+        ]
+
+        def worst(name: str, same: Sequence[Any] = same) -> str:
+            found = [getattr(e, name).error for e in same if math.isfinite(getattr(e, name).error)]
+            return f"{max(found, key=abs):+.2f}" if found else "-"
+
+        e = row.errors
+        lines.append(
+            [
+                *_words(row),
+                *_off_words(e.miss_rate, ".2f"),
+                worst("miss_rate"),
+                *_off_words(e.mib_per_token, ".3f"),
+                worst("mib_per_token"),
+                *_off_words(e.substituted, ".2f"),
+                _number(e.dropped.error, "+.2f"),
+            ]
+        )
+    return align(lines)
+
+
+def _parts_table(rows: Sequence[FidelityRow]) -> str:
+    from simlab.cli.output import align
+
+    lines = [["compared", "cycles", "route", "part", "miss %, points", "MiB/token, %", "subst. %, points"]]
+    for row in rows:
+        e = row.errors
+        errors = [_off_words(off, ".2f")[2] for off in (e.miss_rate, e.mib_per_token, e.substituted)]
+        lines.append([*_words(row), row.text or row.part, *errors])
+    return align(lines)
