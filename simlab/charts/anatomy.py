@@ -14,7 +14,6 @@ from simlab.charts.theme import (
     CYCLES_TITLE,
     GREEN,
     GREY,
-    HEAT,
     HEIGHT,
     ORANGE,
     READ_TITLE,
@@ -82,11 +81,17 @@ def standing_chart(explanation: Explanation) -> alt.LayerChart:
     chart = alt.Chart(data(points))
     spans = chart.mark_rule(strokeWidth=2).encode(x=x, y=alt.Y("low:Q"), y2="high:Q", color=colour)
     marks = chart.mark_circle(size=110, opacity=1).encode(x=x, y=y, color=colour, tooltip=tooltip)
-    names = chart.mark_text(align="left", dx=9, dy=-8).encode(x=x, y=y, text="what:N", color=colour)
+    # The curve runs through the cell where it is LRU's, and up from there: its name goes below.
+    names = [
+        alt.Chart(data(points[i : i + 1]))
+        .mark_text(align="left", dx=9, dy=dy)
+        .encode(x=x, y=y, text="what:N", color=colour)
+        for i, dy in enumerate((12, -8))
+    ]
     scope: Scope = "per_layer" if e.budget.per_layer else "global"
     curve = _steps(_drawn(e.curve), "hit", _HIT_TITLE, foot_cycles(e.header, scope))
     return finished(
-        alt.LayerChart(layer=[*curve.layer, spans, marks, names]),
+        alt.LayerChart(layer=[*curve.layer, spans, marks, *names]),
         "Where this budget stands",
         "line: LRU with the router's own routing; bars: 95 % intervals along this text",
     )
@@ -173,52 +178,6 @@ def _kind_colour() -> alt.Color:
     )
 
 
-def grid_chart(
-    grid: pl.DataFrame, value: str, title: str, legend: str, source: str = REPLAY_LABEL
-) -> alt.Chart:
-    """Layers up, decode tokens across, a value as colour.
-
-    Args:
-        grid: a row per stretch of tokens and layer: `token` (its first), `tokens`, `layer` and the value,
-            at most `MOST_ROWS` of them (`simlab.judge.grids`).
-        value: name of the column drawn.
-        legend: what it is, with its unit.
-    """
-    rows = [
-        {"from": r["token"], "to": r["token"] + r["tokens"], "layer": r["layer"], "value": r[value]}
-        for r in grid.iter_rows(named=True)
-    ]
-    n_layers = grid["layer"].n_unique()
-    return finished(
-        alt.Chart(data(rows))
-        .mark_rect()
-        .encode(
-            x=alt.X("from:Q").title("Decode token").scale(nice=False),
-            x2="to:Q",
-            y=alt.Y("layer:O")
-            .title("Layer of the model")
-            .sort("descending")
-            .axis(alt.Axis(labelOverlap=True)),
-            color=alt.Color("value:Q")
-            .scale(scheme=HEAT, domainMin=0)
-            .legend(
-                alt.Legend(
-                    title=legend, orient="top", gradientLength=180, gradientThickness=10, titleLimit=360
-                )
-            ),
-            tooltip=[
-                alt.Tooltip("layer:O", title="Layer"),
-                alt.Tooltip("from:Q", title="From token"),
-                alt.Tooltip("to:Q", title="Before token"),
-                alt.Tooltip("value:Q", title=legend, format=".3~r"),
-            ],
-        ),
-        title,
-        source,
-        height=max(100, min(HEIGHT, 26 * n_layers)),
-    )
-
-
 def reuse_chart(explanation: Explanation) -> alt.LayerChart:
     """Decode lookups (%) by the smallest LRU cache, in token cycles, that still holds the entry; the budget marked."""
     e = explanation
@@ -283,4 +242,4 @@ def _steps(rows: Sequence[Mapping[str, Any]], field: str, title: str, foot: floa
     chart = alt.Chart(data(rows))
     line = chart.mark_line(interpolate="step-after", strokeWidth=2, color=GREEN).encode(x=x, y=y)
     hover = chart.mark_circle(size=30, opacity=0).encode(x=x, y=y, tooltip=tooltip)
-    return layered(*budget_marks(foot, x), line, hover)
+    return layered(*budget_marks(foot, x, at_top=field == "hit"), line, hover)

@@ -107,6 +107,10 @@ def pareto_chart(numbers: Sequence[CellNumbers]) -> alt.LayerChart:
             "name": f"{route_label(n.cell)}, {budget_label(n)}",
             "tok_s": n.tok_s,
             "ppl": n.ppl,
+            "tok_s_low": n.tok_s_low,
+            "tok_s_high": n.tok_s_high,
+            "ppl_low": n.ppl_low,
+            "ppl_high": n.ppl_high,
             "wait": n.read_wait_ms_per_token,
             "best": "no run beats it in both" if i in front else "beaten in both",
         }
@@ -125,7 +129,11 @@ def pareto_chart(numbers: Sequence[CellNumbers]) -> alt.LayerChart:
         alt.Tooltip("cell:N", title="Policy"),
         alt.Tooltip("budget:N", title="Budget"),
         alt.Tooltip("tok_s:Q", title="Tokens per second", format=".4~r"),
+        alt.Tooltip("tok_s_low:Q", title="95 % interval from", format=".4~r"),
+        alt.Tooltip("tok_s_high:Q", title="to", format=".4~r"),
         alt.Tooltip("ppl:Q", title="Perplexity", format=".3f"),
+        alt.Tooltip("ppl_low:Q", title="95 % interval from", format=".3f"),
+        alt.Tooltip("ppl_high:Q", title="to", format=".3f"),
         alt.Tooltip("wait:Q", title="Read wait (ms per token)", format=".3~r"),
     ]
     line = alt.Chart(data(best)).mark_line(
@@ -134,11 +142,20 @@ def pareto_chart(numbers: Sequence[CellNumbers]) -> alt.LayerChart:
     points = (
         alt.Chart(data(rows)).mark_circle(size=70, opacity=1).encode(x=x, y=y, color=colour, tooltip=tooltip)
     )
+    spans = [
+        alt.Chart(data([r for r in rows if r[f"{name}_low"] is not None]))
+        .mark_rule(opacity=0.45, strokeWidth=1.5)
+        .encode(color=colour, **place)
+        for name, place in (
+            ("tok_s", {"x": x, "y": alt.Y("tok_s_low:Q"), "y2": alt.Y2("tok_s_high:Q")}),
+            ("ppl", {"x": alt.X("ppl_low:Q"), "x2": alt.X2("ppl_high:Q"), "y": y}),
+        )
+    ]
     names = alt.Chart(data(best)).mark_text(align="left", dx=8, dy=10).encode(x=x, y=y, text="name:N")
     return finished(
-        layered(line.encode(x=x, y=y), points, names),
+        layered(line.encode(x=x, y=y), *spans, points, names),
         "Speed against quality",
-        f"{LIVE_LABEL}, up and left is better; traced runs are a hint of speed, not a benchmark",
+        f"{LIVE_LABEL}, bars: 95 % intervals; up and left is better",
     )
 
 

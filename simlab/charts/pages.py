@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from simlab.cells import MIB
-from simlab.charts.anatomy import curve_chart, explain_chart
+from simlab.charts.anatomy import curve_chart, explain_chart, layer_chart, reuse_chart
+from simlab.charts.grids import grid_chart
 from simlab.charts.sweeps import sweep_charts
-from simlab.charts.theme import AnyChart, themed
+from simlab.charts.theme import MISS_TITLE, AnyChart, themed
 from simlab.charts.words import REPLAY_LABEL, size_text, source_label
 from simlab.cli.output import json_value
 from simlab.errors import RunError
@@ -75,6 +76,9 @@ CAPTIONS = {
     "policy": "Which policy misses least; a dot for each budget.",
     "tradeoff": "What the saved reads cost: router probability that no longer runs. Down and left is better.",
     "comparison": "Each number is a row of the table above.",
+    "layers": "Decode only, layer by layer.",
+    "reuse": "Decode only. What lies beyond the budget is missed, whatever LRU does.",
+    "grid": "Decode only. A dark column is text that uses other experts, a dark row a layer that changes often.",
     "pareto": "Only live runs know speed and perplexity.",
 }
 
@@ -134,8 +138,15 @@ def write_explain_page(path: Path, explanation: Explanation) -> None:
     ]
     charts: dict[str, AnyChart] = {}
     if e.decode.counts["lookups"]:
-        charts["explain"] = explain_chart(e)
+        charts |= {
+            "explain": explain_chart(e),
+            "layers": layer_chart(e),
+            "reuse": reuse_chart(e),
+            "grid": grid_chart(e.grid, "miss_percent", "Where and when it misses", MISS_TITLE),
+        }
         body.append(figure("explain", "Decode only. Bars that are mostly grey or blue: no eviction helps."))
+        more = "".join(figure(name, CAPTIONS[name]) for name in ("layers", "reuse", "grid"))
+        body.append(f'<div class="figures">{more}</div>')
     body += [_html(section) for section in sections(e)]
     path.write_text(page(f"simlab explain: {e.header.model}", "\n".join(body), charts), "utf-8")
 

@@ -9,6 +9,7 @@ from simlab.charts.theme import (
     BLUE,
     CYCLES_TITLE,
     GREY,
+    HEIGHT,
     MARGIN_TITLE,
     MASS_TITLE,
     MISS_TITLE,
@@ -33,7 +34,7 @@ from simlab.charts.words import (
     source_label,
     substituted_percent,
 )
-from simlab.types import CellNumbers
+from simlab.types import CellNumbers, Comparison
 
 _MOST_LINES = 12
 """Lines that can be told apart and named at their ends."""
@@ -160,8 +161,8 @@ def budget_chart(numbers: Sequence[CellNumbers], *, foot_cycles: float | None = 
     )
 
 
-def budget_marks(foot_cycles: float | None, x: alt.X) -> list[alt.Chart]:
-    """Dashed lines at one token cycle and, where it lies apart from that, at the cliff's foot, both named."""
+def budget_marks(foot_cycles: float | None, x: alt.X, *, at_top: bool = False) -> list[alt.Chart]:
+    """Dashed lines at one token cycle and, where it lies apart from that, at the end of the cliff, both named."""
     at_one = alt.Chart(data([{"cycles": 1.0, "mark": "one cycle"}]))
     foot = alt.Chart(data([{"cycles": foot_cycles, "mark": "end of the cliff"}])) if foot_cycles else None
     marks = []
@@ -172,14 +173,14 @@ def budget_marks(foot_cycles: float | None, x: alt.X) -> list[alt.Chart]:
             marks.append(chart.mark_rule(strokeDash=[4, 4], color=GREY).encode(x=x, tooltip=tooltip))
             name = chart.mark_text(
                 angle=270,
-                align="right",
+                align="right" if at_top else "left",
                 baseline="bottom" if left else "top",
-                dx=-4,
+                dx=-4 if at_top else 4,
                 dy=-3 if left else 3,
                 color=GREY,
                 fontSize=11,
             )
-            marks.append(name.encode(x=x, y=alt.value(0), text="mark:N"))
+            marks.append(name.encode(x=x, y=alt.value(0 if at_top else HEIGHT), text="mark:N"))
     return marks
 
 
@@ -265,21 +266,30 @@ def tradeoff_chart(numbers: Sequence[CellNumbers], picks: Sequence[CellNumbers] 
     )
 
 
-def price_chart(
-    priced: Sequence[tuple[CellNumbers, float]], *, chosen: float | None = None
-) -> alt.LayerChart:
+def price_chart(priced: Sequence[Comparison], *, chosen: float | None = None) -> alt.LayerChart:
     """MiB read per decode token, simulated, against the perplexity a live run of the same cell measured.
 
     Args:
-        priced: cells of one budget with their perplexity.
+        priced: cells of one budget, replayed, and run live with their perplexity known.
         chosen: a margin to mark.
     """
-    rows = [_row(n, "") | {"ppl": ppl} for n, ppl in priced if n.decode.read_mib_per_token is not None]
+    known = [c for c in priced if c.live.ppl is not None and c.replay.decode.read_mib_per_token is not None]
+    rows = [
+        _row(c.replay, "") | {"ppl": c.live.ppl, "low": c.live.ppl_low, "high": c.live.ppl_high}
+        for c in known
+    ]
     x = alt.X("ppl:Q").title("Perplexity, live (measured)").scale(zero=False, padding=14)
     y = alt.Y("read:Q").title(READ_TITLE).scale(zero=True)
-    tooltip = [*_TOOLTIP, alt.Tooltip("ppl:Q", title="Perplexity, measured", format=".3f")]
+    tooltip = [
+        *_TOOLTIP,
+        alt.Tooltip("ppl:Q", title="Perplexity, measured", format=".3f"),
+        alt.Tooltip("low:Q", title="95 % interval from", format=".3f"),
+        alt.Tooltip("high:Q", title="to", format=".3f"),
+    ]
     chart = alt.Chart(data(rows))
-    lines = chart.mark_line(strokeWidth=1.5, opacity=0.6, color=BLUE).encode(x=x, y=y, order="margin:Q")
+    spans = alt.Chart(data([r for r in rows if r["low"] is not None]))
+    bars = spans.mark_rule(color=BLUE, opacity=0.35, strokeWidth=1.5)
+    lines = chart.mark_line(strokeWidth=1.5, color=BLUE).encode(x=x, y=y, order="margin:Q")
     points = chart.mark_circle(size=60, opacity=1, color=BLUE).encode(x=x, y=y, tooltip=tooltip)
     names = chart.mark_text(align="left", dx=8, dy=-7).encode(x=x, y=y, text="route:N")
     there = [
@@ -287,9 +297,15 @@ def price_chart(
     ]
     rings = alt.Chart(data(there)).mark_point(size=190, filled=False, strokeWidth=2, color=GREY)
     return finished(
-        layered(lines, points, names, *([rings.encode(x=x, y=y)] if there else [])),
+        layered(
+            bars.encode(x=alt.X("low:Q"), x2="high:Q", y=y),
+            lines,
+            points,
+            names,
+            *([rings.encode(x=x, y=y)] if there else []),
+        ),
         "Flash reads against perplexity",
-        f"reads: {source_label([n for n, _ in priced])}; perplexity: live (measured)",
+        f"reads: {source_label([c.replay for c in known])}; perplexity: live (measured), bars: 95 % intervals",
     )
 
 

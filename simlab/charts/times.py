@@ -110,22 +110,20 @@ def read_latency_chart(latencies: pl.DataFrame, io_mode: str | None) -> alt.Laye
     by_size = latencies.group_by("window_bytes").agg(pl.col("reads").sum())
     common = by_size.sort("reads", "window_bytes", descending=True)["window_bytes"].head(_SIZES).to_list()
     names = {size: size_name(size) for size in sorted(common)}
+    # Side by side, so that the bars of one size do not cover those of another.
+    aside = {size: 0.1 * (i - (len(names) - 1) / 2) for i, size in enumerate(names)}
     rows = [
-        {**r, "size": names[r["window_bytes"]]}
+        {**r, "size": names[r["window_bytes"]], "at": r["under_way"] + aside[r["window_bytes"]]}
         for r in latencies.iter_rows(named=True)
         if r["window_bytes"] in names
     ]
-    x = (
-        alt.X("under_way:Q")
-        .title("Reads under way when it started")
-        .axis(alt.Axis(tickMinStep=1, format="d"))
-    )
+    x = alt.X("at:Q").title("Reads under way when it started").axis(alt.Axis(tickMinStep=1, format="d"))
     y = alt.Y("median_us:Q").title("Latency of a read (µs)").scale(zero=True)
     colours = [ramp(i / max(len(names) - 1, 1)) for i in range(len(names))] if len(names) > 1 else [BLUE]
     colour = (
         alt.Color("size:N")
         .scale(domain=list(names.values()), range=colours)
-        .legend(alt.Legend(title="Size of a read", orient="top"))
+        .legend(alt.Legend(title="Size of a read", orient="top", symbolOpacity=1))
     )
     chart = alt.Chart(data(rows))
     spans = chart.mark_rule(strokeWidth=2, opacity=0.5).encode(

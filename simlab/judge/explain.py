@@ -27,6 +27,7 @@ from simlab.judge.anatomy import (
     reuse_distribution,
     working_set,
 )
+from simlab.judge.grids import miss_grid
 from simlab.judge.stats import UNKNOWN, Interval, block_bootstrap_mean
 from simlab.replay.columns import TraceColumns
 from simlab.replay.curve import cliff_foot, curve_of
@@ -109,6 +110,8 @@ class Explanation:
     prefill: Phase
     layers: pl.DataFrame
     windows: pl.DataFrame
+    grid: pl.DataFrame
+    """Decode misses by stretch of tokens and layer (`simlab.judge.grids.miss_grid`)."""
     reuse: pl.DataFrame
     working_set: pl.DataFrame
     curve: pl.DataFrame
@@ -190,6 +193,7 @@ def explain(
         prefill=prefill,
         layers=layers,
         windows=windows,
+        grid=miss_grid(found.decode),
         reuse=reuse_distribution(found.decode, header.cycle_bytes(k)),
         working_set=used,
         curve=curve,
