@@ -101,7 +101,7 @@ class RecencyWalk:
         if routed:
             given = _routed_columns(rows)
         else:
-            carry = carry | self._lane_independent(carry, rows)
+            carry = carry | lane_independent(program, carry, rows)
             lists = rows["router"][:, : program.n_slots]
             lists = walked(lists, starts - piece.rows.start, n_slots) if wide else lists
             at = starts - piece.rows.start
@@ -152,29 +152,29 @@ class RecencyWalk:
         self._next = np.full_like(self._next, self._first_place)
         return call(carry)
 
-    def _lane_independent(self, carry: Tree, rows: dict[str, NDArray[Any]]) -> Tree:
-        """Counters and sums with what rows add that no lane changes: slots, agreement, and a narrower k's loss."""
-        program = self._program
-        walk, router = rows["router"][:, : program.n_slots], rows["router"][:, : program.n_expert_used]
-        counters, sums = np.array(carry["counters"]), np.array(carry["sums"])
-        n_slots = (walk >= 0).sum(axis=1)
-        shared = min(walk.shape[1], program.n_expert_used)
-        same = (router[:, :shared] >= 0).sum(axis=1)
-        rated = {"agreement": same / np.maximum(rows["router_k"], 1)}
-        if program.scores and program.n_slots != program.n_expert_used:
-            rated |= {
-                name: _lost(rows[column], router, walk)
-                for name, column in (("mass_displaced", "mass"), ("score_regret", "regret"))
-            }
-        for phase in (0, 1):
-            mine = rows["counted"] & (rows["decode"] == phase)
-            counters[phase, COUNTERS.index("slots")] += n_slots[mine].sum()
-            for name, values in rated.items():
-                at = SUMS.index(name)
-                # Row after row, as the other scan adds them up.
-                column = np.repeat(values[mine][:, None], sums.shape[2], axis=1)
-                sums[phase, at] = np.add.accumulate(np.concatenate([sums[phase, at][None], column]))[-1]
-        return {"counters": counters, "sums": sums}
+
+def lane_independent(program: ProgramShape, carry: Tree, rows: dict[str, NDArray[Any]]) -> Tree:
+    """Counters and sums with what rows add that no lane changes: slots, agreement, and a narrower k's loss."""
+    walk, router = rows["router"][:, : program.n_slots], rows["router"][:, : program.n_expert_used]
+    counters, sums = np.array(carry["counters"]), np.array(carry["sums"])
+    n_slots = (walk >= 0).sum(axis=1)
+    shared = min(walk.shape[1], program.n_expert_used)
+    same = (router[:, :shared] >= 0).sum(axis=1)
+    rated = {"agreement": same / np.maximum(rows["router_k"], 1)}
+    if program.scores and program.n_slots != program.n_expert_used:
+        rated |= {
+            name: _lost(rows[column], router, walk)
+            for name, column in (("mass_displaced", "mass"), ("score_regret", "regret"))
+        }
+    for phase in (0, 1):
+        mine = rows["counted"] & (rows["decode"] == phase)
+        counters[phase, COUNTERS.index("slots")] += n_slots[mine].sum()
+        for name, values in rated.items():
+            at = SUMS.index(name)
+            # Row after row, as the other scan adds them up.
+            column = np.repeat(values[mine][:, None], sums.shape[2], axis=1)
+            sums[phase, at] = np.add.accumulate(np.concatenate([sums[phase, at][None], column]))[-1]
+    return {"counters": counters, "sums": sums}
 
 
 def _unit(sizes: NDArray[np.int64]) -> int:
