@@ -33,9 +33,9 @@ TOKENS = 2048
 """Of each text, where nothing else is asked for."""
 LEGEND = (
     "L1: a replay of the text's recording under the original routing, simulated. L2: live, the same tokens forced.\n"
-    "L3: live, the model writes; the replay beside it is of what it wrote under the original routing. set: a replay on\n"
-    "scores from between recordings (--recorded). Errors are replay minus live, decode only, with 95 % intervals over\n"
-    "blocks of 32 tokens."
+    "L3: live, the model writes; the replay beside it is of what it wrote under the original routing. set: a replay\n"
+    "on scores from between recordings (--recorded). Errors are replay minus live, decode only, with 95 % intervals\n"
+    "over blocks of 32 tokens."
 )
 
 

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from simlab.cli.options import (
@@ -15,7 +16,6 @@ from simlab.cli.options import (
     add_cell_options,
     add_force,
     add_json,
-    add_trace,
     cells_from_args,
     output_file,
     warn_about_cells,
@@ -50,10 +50,17 @@ def add_commands(commands: Any) -> None:
     parser = commands.add_parser(
         "replay",
         help="replay a trace under one cell",
-        description="Replay a trace under one policy and budget (left out: the one it was recorded at).",
+        description="Replay a trace under one policy and budget (left out: the one it was recorded at). Of several "
+        "traces, recordings of the same tokens under other policies, the scores come from between the two that "
+        "stray from the router about as far as the cell does.",
         epilog=TABLE_LEGEND,
     )
-    add_trace(parser)
+    parser.add_argument(
+        "traces",
+        metavar="T.trace",
+        nargs="+",
+        help="the trace's folder; more than one: a set of the same tokens",
+    )
     add_cell_options(parser, lists=False, default_budget=AS_RECORDED)
     add_json(parser)
     parser.add_argument("--slots", metavar="F.parquet", help="write one row per routed slot")
@@ -103,29 +110,39 @@ def _replay(args: argparse.Namespace) -> None:
     from simlab.trace.store import open_trace
 
     slots_path = output_file(args, "slots", TABLES[:1])
-    trace = open_trace(args.trace)
-    (cell,) = _cells(args, trace)
-    if slots_path is None and args.by is None:
-        from simlab.replay.run import sweep
+    traces = [open_trace(path) for path in args.traces]
+    (cell,) = _cells(args, traces[0])
+    with ExitStack() as stack:
+        trace, note = traces[0], None
+        if len(traces) > 1:
+            from simlab.judge.trace_set import open_set
 
-        with Progress("replay") as progress:
-            numbers, by = sweep(trace, [cell], progress=progress, train=args.train)[0], None
-    else:
-        from simlab.replay.slots import by_layer, by_token, replay_slots
+            of_set = stack.enter_context(open_set(traces))
+            (place,) = of_set.places([cell], train=args.train)
+            trace, note = of_set.trace(place), of_set.describe(place)
+        if slots_path is None and args.by is None:
+            from simlab.replay.run import sweep
 
-        result = replay_slots(trace, cell, train=args.train)
-        numbers = result.numbers
-        by = {"layer": by_layer, "token": by_token}[args.by](result) if args.by else None
-        if slots_path is not None:
-            write_frame(slots_path, result.slots)
-            say_written(slots_path)
+            with Progress("replay") as progress:
+                numbers, by = sweep(trace, [cell], progress=progress, train=args.train)[0], None
+        else:
+            from simlab.replay.slots import by_layer, by_token, replay_slots
+
+            result = replay_slots(trace, cell, train=args.train)
+            numbers = result.numbers
+            by = {"layer": by_layer, "token": by_token}[args.by](result) if args.by else None
+            if slots_path is not None:
+                write_frame(slots_path, result.slots)
+                say_written(slots_path)
+    if note is not None:
+        numbers = replace(numbers, note="; ".join(filter(None, (numbers.note, note))))
     if args.json:
         print_json(cell_to_json(numbers) | ({f"by_{args.by}": by.to_dicts()} if by is not None else {}))
         return
     print(table([numbers]))
     if by is not None:
         print("\n" + frame_table(by))
-    if figures := measured_text(measured(trace)):
+    if figures := measured_text(measured(traces[0])):
         print(f"measured when it was recorded, decode: {figures}")
 
 

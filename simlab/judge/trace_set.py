@@ -76,6 +76,15 @@ class TraceSet:
         step = round(STEPS * (mass - self.strays[below]) / span)
         return Place(below + 1, 0) if step == STEPS else Place(below, step)
 
+    def describe(self, place: Place) -> str:
+        """A place in words."""
+        below = self.traces[place.below].path.name
+        if place.step == 0:
+            return f"scores of {below}"
+        return (
+            f"scores {place.step}/{STEPS} of the way from {below} to {self.traces[place.below + 1].path.name}"
+        )
+
     def trace(self, place: Place) -> Trace:
         """The recording or the blend at a place; blends are written once."""
         if place.step == 0:

@@ -1,0 +1,196 @@
+"""How far replays are off: counts by hand, errors against formulas, blends event by event, and the command."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+
+from simlab.cells import build_cells
+from simlab.cli.main import main
+from simlab.errors import InputError
+from simlab.judge.fidelity import COUNTED, Counts, counts_of_recording, counts_of_replays, errors
+from simlab.judge.measure import measure
+from simlab.judge.quality import recorded_cell
+from simlab.judge.stats import block_bootstrap_of
+from simlab.judge.trace_set import STEPS, Place, open_set
+from simlab.replay.run import replay
+from simlab.trace.blend import ENGINE, blend, check_same_events
+from simlab.trace.store import TraceWriter, open_trace
+
+TRACES = Path(__file__).resolve().parent.parent / "traces"
+
+
+@pytest.fixture(scope="module")
+def recordings():
+    return [open_trace(TRACES / f"{name}.trace") for name in ("original", "margin-0.15")]
+
+
+def cells_of(*routes: str, budget: str = "2cycles"):
+    return build_cells(budgets=[budget], routes=list(routes))
+
+
+# -- counts and errors ------------------------------------------------------------------------------------
+
+
+def test_counts_of_a_recording_are_those_of_its_own_replay():
+    for name in ("original", "margin-0.15", "drop-0.75"):
+        trace = open_trace(TRACES / f"{name}.trace")
+        (replayed,) = counts_of_replays(trace, [recorded_cell(trace.header)])
+        recorded = counts_of_recording(trace)
+        for of in COUNTED:
+            np.testing.assert_array_equal(replayed.of[of], recorded.of[of], err_msg=f"{name} {of}")
+        numbers = measure(trace, recorded_cell(trace.header)).decode
+        assert [int(recorded.of[of].sum()) for of in ("misses", "substituted", "dropped")] == [
+            numbers.misses,
+            numbers.substituted,
+            numbers.dropped,
+        ]
+
+
+def made(**of: list[list[int]]) -> Counts:
+    """Counts of a few tokens in two layers; what is not given is 0."""
+    shape = np.array(next(iter(of.values()))).shape
+    return Counts({n: np.array(of.get(n, np.zeros(shape)), dtype=np.int64) for n in COUNTED})
+
+
+def test_errors_by_hand():
+    live = made(lookups=[[4, 4], [4, 4]], misses=[[2, 1], [1, 0]], read_bytes=[[20, 10], [10, 0]],
+                slots=[[4, 4], [4, 4]], substituted=[[1, 0], [0, 1]])  # fmt: skip
+    replay = made(lookups=[[4, 4], [4, 4]], misses=[[2, 2], [1, 1]], read_bytes=[[20, 20], [10, 10]],
+                  slots=[[4, 4], [4, 4]], substituted=[[0, 0], [0, 1]])  # fmt: skip
+    found = errors([replay], [live], paired=True)
+    assert found.miss_rate[:3] == pytest.approx((100 * 6 / 16, 100 * 4 / 16, 12.5))
+    assert found.mib_per_token[:3] == pytest.approx((30 / 2**20, 20 / 2**20, 50.0))
+    assert found.substituted[:3] == pytest.approx((100 / 16, 200 / 16, -100 / 16))
+    assert found.dropped[:3] == (0.0, 0.0, 0.0)
+    # The second layer alone: 3 misses of 8 against 1.
+    layer = errors([replay.part(layer=1)], [live.part(layer=1)], paired=True)
+    assert layer.miss_rate.error == pytest.approx(25.0)
+    # Two texts weigh by their tokens, not one by one.
+    twice = errors([replay, replay.part(slice(0, 1))], [live, live.part(slice(0, 1))], paired=True)
+    assert twice.miss_rate.error == pytest.approx(100 * (6 + 4 - 4 - 3) / 24)
+
+
+def test_what_is_paired_is_known_far_better_than_what_is_not():
+    generator = np.random.default_rng(0)
+    misses = generator.integers(0, 9, size=(400, 2))
+    of = {name: np.full((400, 2), 8) for name in ("lookups", "slots")}
+    zeros = {name: np.zeros((400, 2), np.int64) for name in ("substituted", "dropped")}
+    live = Counts({**of, **zeros, "misses": misses, "read_bytes": misses * 10})
+    more = np.minimum(misses + (generator.random((400, 2)) < 0.05), 8)
+    replay = Counts({**of, **zeros, "misses": more, "read_bytes": more * 10})
+    paired, apart = (errors([replay], [live], paired=p).miss_rate for p in (True, False))
+    assert paired.error == apart.error
+    assert paired.interval.low <= paired.error <= paired.interval.high
+    assert paired.interval.high - paired.interval.low < 0.4 * (apart.interval.high - apart.interval.low)
+
+
+def test_unlike_runs_are_refused():
+    counts = made(slots=[[1, 1], [1, 1]])
+    with pytest.raises(InputError, match="1 tokens beside a live run of 2"):
+        errors([counts.part(slice(0, 1))], [counts], paired=True)
+
+
+def test_a_bootstrap_of_a_ratio_holds_it_and_draws_the_same_blocks():
+    generator = np.random.default_rng(3)
+    under = generator.uniform(1, 2, 640)
+    ratio = block_bootstrap_of([[3 * under], [under]], lambda a, b: a / b)
+    assert ratio == pytest.approx((3.0, 3.0))
+    apart = block_bootstrap_of([[3 * under], [under]], lambda a, b: a / b, drawn=(0, 1))
+    assert apart.low < 3 < apart.high
+    assert math.isnan(block_bootstrap_of([[np.ones(1)]], lambda a: a).low)
+
+
+# -- blends -----------------------------------------------------------------------------------------------
+
+
+def arrays(trace, name: str) -> np.ndarray:
+    column = trace.routing.select(name).collect()[name].to_numpy()
+    return column.reshape(len(column), -1)
+
+
+def test_a_blend_lies_between_its_recordings_event_by_event(recordings, tmp_path):
+    mixed = blend(recordings, [0.25, 0.75], tmp_path / "mixed.trace")
+    assert (mixed.header.engine, mixed.header.route) == (ENGINE, None)
+    p, q, found = (arrays(t, "scores").astype(np.float64) for t in (*recordings, mixed))
+    # A softmax of blended logits is the weighted geometric mean, made to add up to 1.
+    geometric = p**0.25 * q**0.75
+    expected = geometric / geometric.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(found, expected, rtol=2e-6)
+    np.testing.assert_allclose(found.sum(axis=1), 1, rtol=1e-6)
+    # The router's picks are the best of those scores, heaviest first, and their weights add up to one.
+    best = np.argsort(-arrays(mixed, "scores"), axis=1, kind="stable")[:, :8]
+    np.testing.assert_array_equal(arrays(mixed, "router_experts"), best)
+    np.testing.assert_allclose(arrays(mixed, "weights").sum(axis=1), 1, rtol=1e-5)
+    assert mixed.tokens.collect()["token"].equals(recordings[0].tokens.collect()["token"])
+    assert mixed.tokens.collect()["wall_ns"].null_count() == mixed.tokens.collect().height
+
+
+def test_all_of_one_recording_replays_as_that_recording_does(recordings, tmp_path):
+    cells = cells_of("original", "substitute:L=0.1", "drop_cold:F=0.5")
+    alone = blend(recordings, [1.0, 0.0], tmp_path / "alone.trace")
+    for cell in cells:
+        a, b = replay(alone, cell).decode, replay(recordings[0], cell).decode
+        # Rounding the softmax once more may turn a tie in some thousand events.
+        assert a.misses == pytest.approx(b.misses, rel=2e-3)
+        assert a.substituted == pytest.approx(b.substituted, rel=2e-2, abs=2)
+
+
+def test_only_recordings_of_the_same_tokens_blend(recordings, tmp_path):
+    trace = recordings[0]
+    with TraceWriter(tmp_path / "short.trace", trace.header, trace.width) as writer:
+        for table in ("routing", "tokens"):
+            rows = getattr(trace, table).filter(pl.col("graph") < 20).collect()
+            writer.add(table, {name: rows[name] for name in rows.columns})
+    with pytest.raises(InputError, match="same tokens"):
+        check_same_events([trace, open_trace(tmp_path / "short.trace")])
+    with TraceWriter(tmp_path / "blank.trace", trace.header, trace.width) as writer:
+        for table in ("routing", "tokens"):
+            rows = getattr(trace, table).collect().drop("scores", strict=False)
+            writer.add(table, {name: rows[name] for name in rows.columns})
+    with pytest.raises(InputError, match="scores"):
+        check_same_events([trace, open_trace(tmp_path / "blank.trace")])
+
+
+# -- sets -------------------------------------------------------------------------------------------------
+
+
+def test_a_cell_takes_its_scores_from_where_it_strays_as_far(recordings):
+    with open_set(recordings[::-1]) as traces:
+        first, last = traces.strays
+        assert [t.path.name for t in traces.traces] == ["original.trace", "margin-0.15.trace"]
+        assert first == 0.0 < last
+        assert traces.place(-1.0) == traces.place(0.0) == Place(0, 0)
+        assert traces.place(last) == traces.place(2 * last) == Place(1, 0)
+        assert traces.place(last / 2) == Place(0, STEPS // 2)
+        assert traces.place(0.99 * last) == Place(1, 0)
+        cells = cells_of("original", "substitute:L=0.15", "substitute:L=0.07")
+        original, own, between = traces.replay(cells)
+        places = traces.places(cells)
+    assert original.decode == replay(recordings[0], cells[0]).decode
+    # The recorded margin replayed on its own recording is the recording.
+    assert own.decode.misses == measure(recordings[1], cells[1]).decode.misses
+    assert places[2].below == 0
+    assert 0 < places[2].step < STEPS
+    assert original.decode.misses > between.decode.misses > own.decode.misses
+
+
+def test_a_set_of_one_is_refused(recordings):
+    with pytest.raises(InputError, match="at least two"), open_set(recordings[:1]):
+        pass
+
+
+def test_the_replay_command_takes_a_set(capsys):
+    words = [str(TRACES / f"{name}.trace") for name in ("original", "margin-0.15")]
+    assert main(["replay", *words, "--margin", "0.07", "--json"]) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert "of the way from original.trace to margin-0.15.trace" in numbers["note"]
+    assert main(["replay", words[0], "--margin", "0.07", "--json"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert "note" not in alone
+    assert alone["decode"]["slots"] == numbers["decode"]["slots"]
