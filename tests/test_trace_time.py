@@ -15,7 +15,8 @@ from simlab.cells import build_cells
 from simlab.cli.main import main
 from simlab.errors import InputError
 from simlab.judge.token_time import fit
-from simlab.judge.trace_time import foretell, read_latencies, timings_of_trace
+from simlab.judge.trace_time import read_latencies, timings_of_trace
+from simlab.judge.trace_time_cells import foretell
 from simlab.trace.store import Trace, TraceWriter, open_trace
 
 ORIGINAL = Path(__file__).resolve().parent.parent / "traces" / "original.trace"
@@ -128,14 +129,25 @@ def test_cell_options_need_a_trace(tmp_path, capsys):
     assert "--top-k: needs a trace" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_cells_foretold(capsys):
-    """The recorded cell comes out as it was recorded, and fewer reads are faster by what they take."""
+def without_read_times(folder: Path) -> Trace:
+    """The recorded trace as an import would have it: every token's times, but none of its reads."""
     trace = open_trace(ORIGINAL)
+    with TraceWriter(folder, trace.header, trace.width) as writer:
+        for name in ("routing", "tokens"):
+            table = getattr(trace, name).collect()
+            writer.add(name, {column: table[column] for column in table.columns})
+    return open_trace(folder)
+
+
+@pytest.mark.slow
+def test_cells_foretold_from_bytes_alone(tmp_path, capsys):
+    """The recorded cell comes out as it was recorded, and fewer reads are faster by what they take."""
+    trace = without_read_times(tmp_path / "t.trace")
     timings = timings_of_trace(trace)
     model = fit(timings)
     cells = build_cells(budgets=["2cycles"], margins=["0", "0.15"])
     same, less = foretell(trace, timings, model, cells)
+    assert same.spread is None
     assert same.wall_ms == pytest.approx(timings.wall_ms.mean())
     assert same.read_wait_ms == pytest.approx(timings.exposed_ms.mean())
     assert same.tok_s == pytest.approx(1e3 / same.wall_ms)
@@ -146,22 +158,23 @@ def test_cells_foretold(capsys):
     slope = model.exposed.slope + model.management.slope + model.compute.slope
     # Exact but for tokens that read nothing: they wait for nothing.
     assert same.wall_ms - less.wall_ms == pytest.approx(slope * (mib[0] - mib[1]), rel=0.02)
-    assert main(["time", str(ORIGINAL), "--budget", "2cycles", "--margin", "0,0.15", "--json"]) == 0
+    words = ["time", str(trace.path), "--budget", "2cycles", "--margin", "0,0.15"]
+    assert main([*words, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["cells"]
     assert [cell["tok_s"] for cell in shown] == pytest.approx([same.tok_s, less.tok_s])
     assert [cell["numbers"]["margin"] for cell in shown] == [0, 0.15]
-
-
-@pytest.mark.slow
-def test_a_training_part_ages_the_run_but_is_not_foretold():
-    trace = open_trace(ORIGINAL)
-    timings = timings_of_trace(trace)
-    cells = build_cells(budgets=["2cycles"], evicts=["static_pin"])
-    plain = fit(timings)
-    cold = dataclasses.replace(plain, warm_up=100.0, warm_up_tokens=50.0)
-    found, slower = (foretell(trace, timings, model, cells, train="50%")[0] for model in (plain, cold))
+    assert main(words) == 0
+    assert "from bytes alone" in capsys.readouterr().out
+    # A training part ages the run but is not foretold.
+    cold = dataclasses.replace(model, warm_up=100.0, warm_up_tokens=50.0)
+    found, slower = (foretell(trace, timings, m, cells[:1], train="50%")[0] for m in (model, cold))
     n = found.numbers.decode.tokens
     assert 100 < n < timings.n
     ages = np.arange(timings.n - n, timings.n)
-    assert plain.warm_up == 0
+    assert model.warm_up == 0
     assert slower.wall_ms - found.wall_ms == pytest.approx(100 * np.exp(-ages / 50).mean())
+
+
+def test_a_check_needs_cells(capsys):
+    assert main(["time", str(ORIGINAL), "--check"]) == 2
+    assert "--check: runs cells live; name some" in capsys.readouterr().err

@@ -10,8 +10,18 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simlab.cli.options import AS_RECORDED, add_cell_options, add_json, cells_from_args, warn_about_cells
-from simlab.cli.output import align, cell_to_json, print_json
+from simlab.cli.options import (
+    AS_RECORDED,
+    add_cell_options,
+    add_engine_options,
+    add_json,
+    add_model,
+    cells_from_args,
+    engine_options,
+    warn_about_cells,
+    whole_number,
+)
+from simlab.cli.output import Progress, align, cell_to_json, print_json
 from simlab.errors import InputError
 
 if TYPE_CHECKING:
@@ -21,8 +31,10 @@ if TYPE_CHECKING:
 
     from simlab.judge.stats import Interval
     from simlab.judge.time_check import Judged, TimeCheck
+    from simlab.judge.time_check_live import LiveCheck
     from simlab.judge.token_time import Timings
-    from simlab.judge.trace_time import Foretold
+    from simlab.judge.trace_time_cells import Foretold
+    from simlab.types import CellNumbers
 
 _CELL_OPTIONS = ("budget", "margin", "drop", "top_k", "route", "evict", "scope", "train")
 _SIZES_SHOWN = 4
@@ -35,12 +47,21 @@ def add_commands(commands: Any) -> None:
         help="what a token's time is made of, and how well it is predicted",
         description="Fit token time = compute + page faults + management + exposed reads on a bmoe_metrics file or "
         "a trace, from each token's bytes and its place in the run, and judge it on halves of the tokens left out. "
-        "Of a trace, also give the latency of its reads and, with cell options, the speed of other cells (simulated).",
+        "Of a trace, also give the latency of its reads and, with cell options, the speed of other cells (simulated); "
+        "with --check those cells also run live, in turns with the recorded one, beside what was foretold.",
     )
     parser.add_argument(
         "source", metavar="METRICS.csv|T.trace", help="a bmoe_metrics file or a trace's folder"
     )
+    add_model(parser)
+    parser.add_argument(
+        "--check", action="store_true", help="run the cells live too, and set both side by side"
+    )
+    parser.add_argument(
+        "--repeats", type=whole_number(1), default=2, metavar="N", help="live runs of each cell (default 2)"
+    )
     add_cell_options(parser, lists=True, default_budget=AS_RECORDED)
+    add_engine_options(parser)
     add_json(parser)
     parser.set_defaults(run=_time)
 
@@ -55,6 +76,7 @@ class _Found:
     check: TimeCheck
     latencies: pl.DataFrame | None = None
     foretold: Sequence[Foretold] = ()
+    live: LiveCheck | None = None
 
 
 def _time(args: argparse.Namespace) -> None:
@@ -76,7 +98,7 @@ def _of_metrics(args: argparse.Namespace) -> _Found:
     from simlab.judge.token_time import timings_of
     from simlab.trace.bmoe_metrics import read_metrics
 
-    for name in _asked(args):
+    for name in _asked(args) + ["check"] * args.check:
         raise InputError(f"--{name.replace('_', '-')}: needs a trace to replay, {args.source} is none")
     metrics = read_metrics(Path(args.source))
     timings = timings_of(metrics)
@@ -84,17 +106,44 @@ def _of_metrics(args: argparse.Namespace) -> _Found:
 
 
 def _of_trace(args: argparse.Namespace) -> _Found:
+    from simlab.judge.quality import recorded_cell
     from simlab.judge.time_check import check_time
-    from simlab.judge.trace_time import foretell, read_latencies, timings_of_trace
+    from simlab.judge.trace_time import read_latencies, timings_of_trace
+    from simlab.judge.trace_time_cells import foretell
+    from simlab.judge.trace_time_policy import rehearsal
+    from simlab.replay.training import load_training
     from simlab.trace.store import open_trace
 
     trace = open_trace(args.source)
+    if args.check and not _asked(args):
+        raise InputError(
+            "--check: runs cells live; name some, such as --margin 0,0.1 --budget 2cycles,4cycles"
+        )
+    args.live = args.check
     cells = cells_from_args(args, recorded=trace.header) if _asked(args) else []
     warn_about_cells(cells, trace.header)
     timings = timings_of_trace(trace)
     check = check_time(timings)
-    foretold = foretell(trace, timings, check.model, cells, train=args.train) if cells else []
-    return _Found(args.source, trace.header.io_mode, timings, check, read_latencies(trace), foretold)
+    found = _Found(args.source, trace.header.io_mode, timings, check, read_latencies(trace))
+    if not cells:
+        return found
+    if args.check:
+        from simlab.judge.time_check_live import check_cells
+
+        with Progress("time") as progress:
+            live = check_cells(
+                trace, recorded_cell(trace.header), cells, args.model, repeats=args.repeats, progress=progress,
+                **engine_options(args),
+            )  # fmt: skip
+        return dataclasses.replace(found, live=live)
+    training = load_training(args.train, trace.header) if args.train is not None else None
+    recorded = recorded_cell(trace.header) if trace.header.engine == "simlab" else None
+    rehearsed = rehearsal(trace, recorded, training) if recorded is not None else None
+    with Progress("time") as progress:
+        foretold = foretell(
+            trace, timings, check.model, cells, train=args.train, rehearsed=rehearsed, progress=progress
+        )
+    return dataclasses.replace(found, foretold=foretold)
 
 
 _READS_OF = {
@@ -105,28 +154,61 @@ _READS_OF = {
 """What the read times are times of; buffered reads may not have touched the flash at all."""
 
 
+def _plain(value: Any) -> Any:
+    """Named tuples by name."""
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if hasattr(value, "_asdict"):
+        return value._asdict()
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
+def _foretold_json(f: Foretold) -> dict[str, Any]:
+    spread = _fields(f.spread) if f.spread is not None else None
+    return _plain(_fields(f) | {"numbers": cell_to_json(f.numbers), "spread": spread})
+
+
+def _live_json(check: LiveCheck) -> dict[str, Any]:
+    from simlab.judge.time_check_live import METHODS
+
+    def run_json(run: Any) -> dict[str, Any]:
+        return _fields(run) | {
+            "from_trace": _foretold_json(run.from_trace),
+            "today": _foretold_json(run.today),
+            "constant": [interval._asdict() for interval in run.constant],
+            "inside": {name: run.inside(i) for i, name in enumerate(METHODS)},
+        }
+
+    return {
+        "warm_up_tokens": check.warm_up,
+        "recorded_tok_s": check.recorded_tok_s,
+        "reference_tok_s": list(check.reference_tok_s),
+        "inert": list(check.inert),
+        "runs": [run_json(run) for run in check.runs],
+        "scored_runs": len(check.scored),
+        "median_error": {METHODS[i]: check.median_error(bool(i)) for i in range(2)},
+        "coverage": {
+            name: _plain(check.cover(i)._asdict()) if check.scored else None for i, name in enumerate(METHODS)
+        },
+    }
+
+
 def _to_json(found: _Found) -> dict[str, Any]:
-    def plain(value: Any) -> Any:
-        """Named tuples by name."""
-        if isinstance(value, dict):
-            return {name: plain(item) for name, item in value.items()}
-        if hasattr(value, "_asdict"):
-            return value._asdict()
-        return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-    def fields(value: Any) -> dict[str, Any]:
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-
     timings, check = found.timings, found.check
     judged = [
-        fields(half) | {"scores": list(map(fields, half.scores)), "parts": list(map(fields, half.parts))}
+        _fields(half) | {"scores": list(map(_fields, half.scores)), "parts": list(map(_fields, half.parts))}
         for half in check.judged
     ]
     of_trace = {
         "read_latencies": found.latencies.to_dicts() if found.latencies is not None else None,
-        "cells": [fields(f) | {"numbers": cell_to_json(f.numbers)} for f in found.foretold],
+        "cells": [_foretold_json(f) for f in found.foretold],
+        "check": _live_json(found.live) if found.live is not None else None,
     }
-    return plain(
+    return _plain(
         {
             "source": found.path,
             "tokens": timings.n,
@@ -137,8 +219,8 @@ def _to_json(found: _Found) -> dict[str, Any]:
             "bytes_vary": timings.bytes_vary,
             "tok_s": 1e3 / check.mean_ms,
         }
-        | fields(check)
-        | {"model": fields(check.model), "judged": judged}
+        | _fields(check)
+        | {"model": _fields(check.model), "judged": judged}
         | of_trace
     )
 
@@ -173,6 +255,8 @@ def _text(found: _Found) -> str:
         lines += ["", *_latency_lines(found.latencies, found.io_mode)]
     if found.foretold:
         lines += ["", *_foretold_lines(found.foretold)]
+    if found.live is not None:
+        lines += ["", *_live_lines(found.live)]
     return "\n".join(lines)
 
 
@@ -208,30 +292,108 @@ def _latency_lines(latencies: pl.DataFrame, io_mode: str | None) -> list[str]:
     return [f"Read latency by size and reads under way at its start, {what}{rest}:", align(table)]
 
 
+def _cell_words(numbers: CellNumbers) -> list[str]:
+    """route, evict and budget of a cell."""
+    cell = numbers.cell
+    knobs = ",".join(f"{name}={value:g}" for name, value in cell.route.knobs.items())
+    budget = "off" if cell.budget.kind == "off" else f"{numbers.budget_mib:.1f}"
+    return [cell.route.name + (f":{knobs}" if knobs else ""), cell.evict_spec, budget]
+
+
+def _within(value: float, interval: Interval, digits: int) -> str:
+    return f"{value:.{digits}f} [{interval.low:.{digits}f}, {interval.high:.{digits}f}]"
+
+
 def _foretold_lines(foretold: Sequence[Foretold]) -> list[str]:
-    table = [
-        ["source", "route", "evict", "budget MiB", "MiB/token", "tokens/s", "read wait ms/token", "bound"]
-    ]
+    table = [["source", "route", "evict", "budget MiB", "MiB/token", "tokens/s", "read wait ms/token",
+              "management", "of it policy", "bound"]]  # fmt: skip
     for f in foretold:
-        cell, decode = f.numbers.cell, f.numbers.decode
-        knobs = ",".join(f"{name}={value:g}" for name, value in cell.route.knobs.items())
-        per_token = decode.read_mib_per_token
+        per_token = f.numbers.decode.read_mib_per_token
         table.append(
             [
                 "replay (simulated)",
-                cell.route.name + (f":{knobs}" if knobs else ""),
-                cell.evict_spec,
-                "off" if cell.budget.kind == "off" else f"{f.numbers.budget_mib:.1f}",
+                *_cell_words(f.numbers),
                 "-" if per_token is None else f"{per_token:.2f}",
-                f"{f.tok_s:.3f} [{f.tok_s_interval.low:.3f}, {f.tok_s_interval.high:.3f}]",
-                f"{f.read_wait_ms:.2f} [{f.read_wait_interval.low:.2f}, {f.read_wait_interval.high:.2f}]",
+                _within(f.tok_s, f.tok_s_interval, 3),
+                _within(f.read_wait_ms, f.read_wait_interval, 2),
+                f"{f.management_ms:.2f}",
+                "-" if f.policy_ms is None else f"{f.policy_ms:.2f}",
                 f.bound,
             ]
         )
-    return [
-        "Cells foretold, on the recorded machine and with the recorded policy's own time; the intervals are what "
-        "chance\ndoes to the mean of a run this long, not what another policy changes beside the bytes:",
+    what = "Cells foretold (decode, simulated), on this machine at another moment [95 % intervals]; ms per token:"
+    if any(f.spread is None for f in foretold):
+        what = (
+            "Cells foretold (decode, simulated) from bytes alone, as the trace has no time of every read; intervals\n"
+            "are what chance does to the mean of a run this long, not what a policy changes beside the bytes:"
+        )
+    lines = [what, align(table)]
+    if any(f.policy_ms is None for f in foretold):
+        lines.append("The policies' own time is not known here; the recorded one's is in the management.")
+    return lines
+
+
+def _live_lines(check: LiveCheck) -> list[str]:
+    """Foretold speeds beside live ones, and what came of them."""
+    from simlab.judge.stats import LEVEL
+    from simlab.judge.time_check_live import METHODS
+
+    def parts(f: Foretold, live: dict[str, float]) -> str:
+        told = {"compute": f.compute_ms, "management": f.management_ms, "reads": f.read_wait_ms}
+        return " ".join(f"{told[name]:.2f}/{live[name]:.2f}" for name in live)
+
+    table = [["group", "route", "evict", "budget MiB", "from the trace (simulated)", "in",
+              "at today's speed (simulated)", "live", "error %", "in", "compute, management, reads",
+              "bound"]]  # fmt: skip
+    for run in check.runs:
+        inert = check.inert[run.cell]
+        yes = ["-" if inert else "yes" if run.inside(i) else "no" for i in range(2)]
+        table.append(
+            [
+                str(run.group),
+                *_cell_words(run.today.numbers),
+                _within(run.from_trace.tok_s, run.from_trace.tok_s_interval, 1),
+                yes[0],
+                _within(run.today.tok_s, run.today.tok_s_interval, 1),
+                f"{run.live_tok_s:.1f}",
+                inert or f"{100 * (run.today.tok_s / run.live_tok_s - 1):+.1f}",
+                yes[1],
+                parts(run.today, run.live_parts_ms),
+                run.today.bound,
+            ]
+        )
+    loads = [run.machine["load"] for run in check.runs if run.machine["load"] is not None]
+    slowest, fastest = min(check.reference_tok_s), max(check.reference_tok_s)
+    lines = [
+        f"Foretold and live, tokens/s of decode after {check.warm_up} tokens [{100 * LEVEL:.0f} % intervals]; parts in "
+        "ms, foretold at today's speed / live:",
         align(table),
+        f"The recorded cell: {check.recorded_tok_s:.1f} tokens/s in the trace, {slowest:.1f} to {fastest:.1f} in its "
+        f"{len(check.reference_tok_s)} live runs"
+        + (f"; load {min(loads):.1f} to {max(loads):.1f}." if loads else "."),
+    ]
+    if not check.scored:
+        return [*lines, "No cell is scored: all are the recorded one or inert."]
+    summary = [["prediction", "median error %", "inside", "share inside %", "mean width", "interval score"]]
+    for i, name in enumerate(METHODS):
+        cover = check.cover(i)
+        low, high = (100 * end for end in cover.share)
+        summary.append(
+            [
+                name,
+                f"{100 * check.median_error(bool(i % 2)):.1f}",
+                f"{cover.held} of {cover.n}",
+                f"{100 * cover.held / cover.n:.0f} [{low:.0f}, {high:.0f}]",
+                f"{cover.mean_width:.1f}",
+                f"{cover.mean_score:.1f}",
+            ]
+        )
+    return [
+        *lines,
+        "",
+        "Over the live runs of cells that are not inert; widths and mean interval scores in tokens/s, smaller is "
+        "better.\nOne width: from what the predictions of the other cells were off.",
+        align(summary),
     ]
 
 

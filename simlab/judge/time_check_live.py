@@ -1,0 +1,251 @@
+"""Foretold speeds beside live ones: `simlab time T.trace --check`.
+
+Every cell runs live on the trace's own tokens, in turns with the recorded cell (`time_live`), and two predictions
+are set beside each run:
+
+- *from the trace*: as `simlab time` gives it, for this machine at some other moment;
+- *at today's speed*: the same, its parts scaled by what those of the recorded cell took in the same turns. It still
+  comes from the trace: of the cell itself nothing live is looked at.
+
+Both have intervals. Beside them stand intervals of one width for all cells, taken from calibration residuals: for
+each cell the 95th percentile of what the predictions of the *other* cells were off. The first tokens of every run are
+left out on both sides. Cells that are inert by construction are run and shown but not scored.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from simlab.errors import InputError
+from simlab.judge.stats import LEVEL, Coverage, Interval, coverage
+from simlab.judge.time_live import run_interleaved
+from simlab.judge.token_time import Timings
+from simlab.judge.trace_time import timings_of_trace
+from simlab.judge.trace_time_cells import Costs, Foretold, TokenWork, by_costs, fit_costs, replay_work
+from simlab.judge.trace_time_policy import rehearsal
+from simlab.judge.trace_time_reads import capped
+from simlab.replay.training import load_training
+from simlab.trace.store import Trace
+from simlab.types import Cell, CellNumbers
+
+WARM_UP_TOKENS = 16
+"""Decode tokens at the start of every run that are left out, at most a quarter of them."""
+METHODS = ("from the trace", "at today's speed", "from the trace, one width", "at today's speed, one width")
+
+
+@dataclass(frozen=True)
+class CheckedRun:
+    """One live run with what was foretold for it. Speeds in tokens/s after warm-up."""
+
+    cell: int
+    group: int
+    live_tok_s: float
+    from_trace: Foretold
+    today: Foretold
+    constant: tuple[Interval, Interval]
+    """Of one width for all cells, about the first and the second prediction; NaN without other cells."""
+    live_parts_ms: dict[str, float]
+    machine: dict[str, float | None]
+
+    def inside(self, method: int) -> bool:
+        """Whether the live speed fell inside the interval of one of `METHODS`."""
+        interval = self.interval(method)
+        return interval.low <= self.live_tok_s <= interval.high
+
+    def interval(self, method: int) -> Interval:
+        """The interval of one of `METHODS`."""
+        return (self.from_trace.tok_s_interval, self.today.tok_s_interval, *self.constant)[method]
+
+
+@dataclass(frozen=True)
+class LiveCheck:
+    """All runs of a check, and what came of the two predictions."""
+
+    cells: Sequence[Cell]
+    numbers: Sequence[CellNumbers]
+    """Of their replays."""
+    inert: Sequence[str | None]
+    """Why a cell is not scored, null for those that are."""
+    runs: Sequence[CheckedRun]
+    warm_up: int
+    reference_tok_s: Sequence[float]
+    """Of the recorded cell's live runs, one per group."""
+    recorded_tok_s: float
+
+    @property
+    def scored(self) -> list[CheckedRun]:
+        """Runs of cells that are not inert."""
+        return [run for run in self.runs if self.inert[run.cell] is None]
+
+    def errors(self, today: bool) -> np.ndarray:
+        """Relative errors of the predicted speed, one per scored run."""
+        return np.array(
+            [(run.today if today else run.from_trace).tok_s / run.live_tok_s - 1 for run in self.scored]
+        )
+
+    def median_error(self, today: bool) -> float:
+        """Median absolute relative error over the scored runs; NaN without any."""
+        errors = np.abs(self.errors(today))
+        return float(np.median(errors)) if len(errors) else math.nan
+
+    def cover(self, method: int) -> Coverage:
+        """Coverage and mean interval score, in tokens/s, of one of `METHODS` over the scored runs."""
+        ends = np.array([run.interval(method) for run in self.scored]).reshape(-1, 2)
+        return coverage(ends[:, 0], ends[:, 1], np.array([run.live_tok_s for run in self.scored]), LEVEL)
+
+
+def check_cells(
+    trace: Trace,
+    recorded: Cell,
+    cells: Sequence[Cell],
+    model: str | os.PathLike[str] | None,
+    *,
+    repeats: int = 2,
+    progress: Callable[[float], None] | None = None,
+    **options: Any,
+) -> LiveCheck:
+    """Foretell cells from a trace, run them live in turns with the recorded cell, and compare.
+
+    Args:
+        recorded: the cell the trace was recorded under.
+        options: of `Engine`; as the trace was recorded, or the two are not of the same thing.
+
+    Raises:
+        InputError: the trace has no read timings or token ids, a training part in it, or what `foretell` and
+            `run_interleaved` refuse.
+    """
+    say = progress or (lambda _share: None)
+    train = options.get("train")
+    timings = timings_of_trace(trace)
+    costs = fit_costs(trace, timings)
+    if costs is None:
+        raise InputError(
+            f"{trace.path}: has no time of every read, miss and eviction, so it cannot be checked live; record it with "
+            "simlab record"
+        )
+    training = load_training(train, trace.header) if train is not None else None
+    rehearsed = rehearsal(trace, recorded, training)
+    warm_up = min(WARM_UP_TOKENS, len(costs.work.graph) // 4)
+    replayed = [
+        (numbers, work.after(warm_up), rehearsed.extra_ms(numbers.cell) if rehearsed is not None else None)
+        for numbers, work, _ in replay_work(trace, cells, train=train, progress=lambda s: say(0.3 * s))
+    ]
+    from_trace = [by_costs(costs, *one) for one in replayed]
+    runs: list[CheckedRun] = []
+    references: list[float] = []
+    with tempfile.TemporaryDirectory(prefix="simlab-live-") as folder:
+        factors = (1.0, 1.0, 1.0)
+        for live in run_interleaved(
+            trace, recorded, cells, model, Path(folder), repeats=repeats,
+            progress=lambda s: say(0.3 + 0.7 * s), **options,
+        ):  # fmt: skip
+            found = timings_of_trace(live.trace)
+            tok_s = 1e3 / float(found.wall_ms[warm_up:].mean())
+            if live.cell < 0:
+                references.append(tok_s)
+                factors = _factors(costs, found, warm_up)
+                continue
+            numbers, work, policy_ms = replayed[live.cell]
+            runs.append(
+                CheckedRun(
+                    live.cell, live.group, tok_s, from_trace[live.cell],
+                    at_speed(costs, factors, numbers, work, policy_ms), (_NOWHERE, _NOWHERE),
+                    _live_parts(found, warm_up), live.machine,
+                )
+            )  # fmt: skip
+    numbers = [one[0] for one in replayed]
+    past = costs.work.after(warm_up)
+    inert = [_inert(past, work, cell) for (_, work, _), cell in zip(replayed, cells, strict=True)]
+    return LiveCheck(
+        cells, numbers, inert, _with_constant(runs, inert), warm_up, references,
+        1e3 / float(timings.wall_ms[warm_up:].mean()),
+    )  # fmt: skip
+
+
+_NOWHERE = Interval(math.nan, math.nan)
+
+
+def _live_parts(found: Timings, warm_up: int) -> dict[str, float]:
+    assert found.management_ms is not None
+    parts = {"compute": found.compute_ms, "management": found.management_ms, "reads": found.exposed_ms}
+    return {name: float(values[warm_up:].mean()) for name, values in parts.items()}
+
+
+def _factors(costs: Costs, live: Timings, warm_up: int) -> tuple[float, float, float]:
+    """What compute, management and reads of the recorded cell take live, of what they took when it was recorded."""
+    assert live.management_ms is not None
+    pairs = (
+        (live.compute_ms, costs.compute),
+        (live.management_ms, costs.management),
+        (live.exposed_ms, costs.wait),
+    )
+
+    def ratio(now: np.ndarray, then: np.ndarray) -> float:
+        mean = float(then[warm_up:].mean())
+        return float(capped(now[warm_up:]).mean()) / mean if mean > 0 else 1.0
+
+    compute, management, reads = (ratio(now, then) for now, then in pairs)
+    return compute, management, reads
+
+
+def at_speed(
+    costs: Costs,
+    factors: tuple[float, float, float],
+    numbers: CellNumbers,
+    work: TokenWork,
+    policy_ms: float | None,
+) -> Foretold:
+    """A cell's speed with compute, management and reads scaled by so much.
+
+    The machine's drift is known then; what is left of it, one run beside another, is taken to be as large.
+    """
+    compute, management, reads = factors
+    scaled = replace(
+        costs,
+        compute=costs.compute * compute,
+        compute_per_miss=costs.compute_per_miss * compute,
+        management=costs.management * management,
+        management_per_move=costs.management_per_move * management,
+        wait=costs.wait * reads,
+        reads=replace(
+            costs.reads,
+            share=costs.reads.share * reads,
+            hand_over_ms=costs.reads.hand_over_ms * reads,
+            hidden_ms=costs.reads.hidden_ms,
+        ),
+    )
+    # The policy's own time was taken today.
+    return by_costs(scaled, numbers, work, policy_ms)
+
+
+def _inert(recorded: TokenWork, work: TokenWork, cell: Cell) -> str | None:
+    """Why a cell says nothing of a prediction, or None: it moves what the recorded one moves, and does no more."""
+    own = [s for s in cell.route.steps if not s.policy.is_builtin("original") and any(s.knobs.values())]
+    same = np.array_equal(recorded.misses, work.misses) and np.array_equal(recorded.evictions, work.evictions)
+    return "inert: as recorded" if same and not own else None
+
+
+def _with_constant(runs: Sequence[CheckedRun], inert: Sequence[str | None]) -> list[CheckedRun]:
+    """The runs with intervals of one width, from what the predictions of other cells were off."""
+
+    def around(run: CheckedRun, today: bool) -> Interval:
+        def foretold(r: CheckedRun) -> float:
+            return (r.today if today else r.from_trace).tok_s
+
+        off = sorted(
+            abs(r.live_tok_s - foretold(r)) for r in runs if r.cell != run.cell and inert[r.cell] is None
+        )
+        if not off:
+            return _NOWHERE
+        half = off[min(len(off), math.ceil((len(off) + 1) * LEVEL)) - 1]
+        return Interval(foretold(run) - half, foretold(run) + half)
+
+    return [replace(run, constant=(around(run, False), around(run, True))) for run in runs]
