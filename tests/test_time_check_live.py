@@ -17,6 +17,7 @@ from simlab.judge.quality import recorded_cell
 from simlab.judge.stats import Interval
 from simlab.judge.time_check_live import CheckedRun, LiveCheck, _with_constant, at_speed
 from simlab.judge.time_live import machine_state, run_interleaved
+from simlab.judge.token_time import Timings
 from simlab.judge.trace_time_cells import Foretold, TokenWork, by_costs
 from simlab.judge.validate import planned_graphs, run_live
 from simlab.record.engine import EMBEDDED_MODEL, Engine
@@ -46,16 +47,26 @@ def run(numbers, cell: int, live: float, told: float, half: float) -> CheckedRun
 
 
 def test_at_speed_by_hand(numbers):
-    """Compute doubled, management as it was, reads halved; the policy's own time is today's."""
-    own = costs(pauses=1.0)
-    work = TokenWork(own.work.graph, own.work.misses * 0, own.work.evictions)
-    found = at_speed(own, (2.0, 1.0, 0.5), numbers, own.work, 0.4)
-    assert (found.compute_ms, found.management_ms, found.read_wait_ms) == pytest.approx((20, 2.4, 1))
+    """Compute doubled, management as it was, reads halved, and no pauses; the policy's own time is today's."""
+    own = costs()
+    misses = own.work.misses.sum(axis=1).astype(float)
+    twenty, two = np.full(4, 20.0), np.full(4, 2.0)
+    live = Timings("serial", np.arange(4.0), misses, 22 + misses / 2, misses / 2, two, twenty, None, 0)
+    today = at_speed(own, live)
+    assert today.pauses == pytest.approx(1, rel=0.01)
+    found = by_costs(today, numbers, own.work, 0.4)
+    assert (found.compute_ms, found.management_ms, found.read_wait_ms) == pytest.approx(
+        (20, 2.4, 1), rel=0.05
+    )
     # Two misses fewer in the mean: two times 0.25 ms of compute, doubled, and one move less.
-    none = at_speed(own, (2.0, 1.0, 0.5), numbers, work, None)
-    assert (none.compute_ms, none.management_ms, none.read_wait_ms) == pytest.approx((19, 1.5, 0))
-    unscaled = at_speed(own, (1.0, 1.0, 1.0), numbers, own.work, None)
-    assert unscaled.tok_s == pytest.approx(by_costs(own, numbers, own.work, None).tok_s)
+    work = TokenWork(own.work.graph, own.work.misses * 0, own.work.evictions)
+    none = by_costs(today, numbers, work, None)
+    assert (none.compute_ms, none.management_ms, none.read_wait_ms) == pytest.approx((19, 1.5, 0), rel=0.05)
+    # The spread is that of the live run: one token far off makes all of it wider.
+    shaken = Timings(
+        "serial", np.arange(4.0), misses, live.wall_ms + np.array([0, 0, 30, 0]), misses / 2, two, twenty, None, 0
+    )
+    assert at_speed(own, shaken).spread(own.work, 0.0).chance > 3 * today.spread(own.work, 0.0).chance
 
 
 def test_scores_by_hand(numbers):

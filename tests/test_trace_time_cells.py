@@ -29,8 +29,8 @@ def costs(**other) -> Costs:
     reads = ReadModel(Latencies({4096: {1: 1000.0}}), 1, (Slices(1, 0, 4096.0),) * 2, 0.0, 1.0, 0.0)
     given = {
         "work": TokenWork(np.array([3, 4, 5, 6]), misses, np.array([2, 2, 0, 4])),
-        "wait": misses.sum(axis=1).astype(float), "management": np.full(4, 2.0), "compute": np.full(4, 10.0),
-        "reads": reads, "management_per_move": 0.5, "compute_per_miss": 0.25, "pauses": 1.1, "drift": 0.05,
+        "wall": 1.1 * (12 + misses.sum(axis=1)), "wait": misses.sum(axis=1).astype(float), "management": np.full(4, 2.0), "compute": np.full(4, 10.0),
+        "reads": reads, "management_per_move": 0.5, "compute_per_miss": 0.25, "drift": 0.05,
     }  # fmt: skip
     return Costs(**{**given, **other})
 
@@ -72,7 +72,8 @@ def test_a_cell_by_hand():
     assert low < found.tok_s < high
     slow_reads = dataclasses.replace(costs().reads, share=20.0)
     assert by_costs(costs(reads=slow_reads), numbers, costs().work, None).bound == "reads"
-    assert by_costs(costs(management=np.full(4, 30.0)), numbers, costs().work, None).bound == "management"
+    slow_moves = costs(management=np.full(4, 30.0), wall=np.full(4, 42.0))
+    assert by_costs(slow_moves, numbers, costs().work, None).bound == "management"
 
 
 def test_a_short_recording_has_no_drift_to_show():

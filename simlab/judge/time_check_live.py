@@ -27,7 +27,7 @@ import numpy as np
 from simlab.errors import InputError
 from simlab.judge.stats import LEVEL, Coverage, Interval, coverage
 from simlab.judge.time_live import run_interleaved
-from simlab.judge.token_time import Timings
+from simlab.judge.token_time import Floats, Timings
 from simlab.judge.trace_time import timings_of_trace
 from simlab.judge.trace_time_cells import Costs, Foretold, TokenWork, by_costs, fit_costs, replay_work
 from simlab.judge.trace_time_policy import rehearsal
@@ -142,7 +142,7 @@ def check_cells(
     runs: list[CheckedRun] = []
     references: list[float] = []
     with tempfile.TemporaryDirectory(prefix="simlab-live-") as folder:
-        factors = (1.0, 1.0, 1.0)
+        today = costs
         for live in run_interleaved(
             trace, recorded, cells, model, Path(folder), repeats=repeats,
             progress=lambda s: say(0.3 + 0.7 * s), **options,
@@ -151,13 +151,12 @@ def check_cells(
             tok_s = 1e3 / float(found.wall_ms[warm_up:].mean())
             if live.cell < 0:
                 references.append(tok_s)
-                factors = _factors(costs, found, warm_up)
+                today = at_speed(costs, found)
                 continue
-            numbers, work, policy_ms = replayed[live.cell]
             runs.append(
                 CheckedRun(
                     live.cell, live.group, tok_s, from_trace[live.cell],
-                    at_speed(costs, factors, numbers, work, policy_ms), (_NOWHERE, _NOWHERE),
+                    by_costs(today, *replayed[live.cell]), (_NOWHERE, _NOWHERE),
                     _live_parts(found, warm_up), live.machine,
                 )
             )  # fmt: skip
@@ -179,51 +178,35 @@ def _live_parts(found: Timings, warm_up: int) -> dict[str, float]:
     return {name: float(values[warm_up:].mean()) for name, values in parts.items()}
 
 
-def _factors(costs: Costs, live: Timings, warm_up: int) -> tuple[float, float, float]:
-    """What compute, management and reads of the recorded cell take live, of what they took when it was recorded."""
-    assert live.management_ms is not None
-    pairs = (
-        (live.compute_ms, costs.compute),
-        (live.management_ms, costs.management),
-        (live.exposed_ms, costs.wait),
+def at_speed(costs: Costs, reference: Timings) -> Costs:
+    """What a trace's tokens cost at the speed of a live run of the recorded cell, with that run's own chance.
+
+    Args:
+        reference: the recorded cell's live run; the changes that other cells make are scaled by what its compute,
+            management and reads took of the recorded ones.
+    """
+    assert reference.management_ms is not None
+    compute, management, wait = map(
+        capped, (reference.compute_ms, reference.management_ms, reference.exposed_ms)
     )
 
-    def ratio(now: np.ndarray, then: np.ndarray) -> float:
-        mean = float(then[warm_up:].mean())
-        return float(capped(now[warm_up:]).mean()) / mean if mean > 0 else 1.0
+    def ratio(now: Floats, then: Floats) -> float:
+        mean = float(then.mean())
+        return float(now.mean()) / mean if mean > 0 else 1.0
 
-    compute, management, reads = (ratio(now, then) for now, then in pairs)
-    return compute, management, reads
-
-
-def at_speed(
-    costs: Costs,
-    factors: tuple[float, float, float],
-    numbers: CellNumbers,
-    work: TokenWork,
-    policy_ms: float | None,
-) -> Foretold:
-    """A cell's speed with compute, management and reads scaled by so much.
-
-    The machine's drift is known then; what is left of it, one run beside another, is taken to be as large.
-    """
-    compute, management, reads = factors
-    scaled = replace(
+    slower = ratio(wait, costs.wait)
+    return replace(
         costs,
-        compute=costs.compute * compute,
-        compute_per_miss=costs.compute_per_miss * compute,
-        management=costs.management * management,
-        management_per_move=costs.management_per_move * management,
-        wait=costs.wait * reads,
+        wall=reference.wall_ms,
+        wait=wait,
+        management=management,
+        compute=compute,
+        compute_per_miss=costs.compute_per_miss * ratio(compute, costs.compute),
+        management_per_move=costs.management_per_move * ratio(management, costs.management),
         reads=replace(
-            costs.reads,
-            share=costs.reads.share * reads,
-            hand_over_ms=costs.reads.hand_over_ms * reads,
-            hidden_ms=costs.reads.hidden_ms,
+            costs.reads, share=costs.reads.share * slower, hand_over_ms=costs.reads.hand_over_ms * slower
         ),
     )
-    # The policy's own time was taken today.
-    return by_costs(scaled, numbers, work, policy_ms)
 
 
 def _inert(recorded: TokenWork, work: TokenWork, cell: Cell) -> str | None:

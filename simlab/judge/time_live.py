@@ -24,7 +24,7 @@ from simlab.record.recorder import Recorder
 from simlab.trace.store import Trace, TraceWriter, open_trace
 from simlab.types import Cell, TraceHeader
 
-TURN_TOKENS = 16
+TURN_TOKENS = 4
 """Graphs a cell runs before the next one has its turn."""
 MOST_TOGETHER = 4
 """Cells of a group, the reference among them: more would stretch a turn's return beyond the machine's moods."""

@@ -26,7 +26,7 @@ import polars as pl
 from scipy import optimize, stats
 
 from simlab.cells import MIB
-from simlab.judge.stats import LEVEL, Interval, block_bootstrap_mean
+from simlab.judge.stats import LEVEL, Interval, block_bootstrap_mean, standard_error
 from simlab.judge.token_time import Floats, TimeModel, Timings
 from simlab.judge.trace_time_policy import Rehearsal
 from simlab.judge.trace_time_reads import (
@@ -114,19 +114,24 @@ class TokenWork:
 
 @dataclass(frozen=True)
 class Costs:
-    """What the tokens of a recording took, and what a change of their work changes. ms; `[tokens]`."""
+    """What the tokens of a recording took, long times cut, and what a change of their work changes. ms; `[tokens]`."""
 
     work: TokenWork
+    wall: Floats
+    """As measured, nothing cut."""
     wait: Floats
     management: Floats
     compute: Floats
     reads: ReadModel
     management_per_move: float
     compute_per_miss: float
-    pauses: float
-    """Mean time with the long ones over that with them cut."""
     drift: float
     """Relative standard deviation of the level of a stretch."""
+
+    @property
+    def pauses(self) -> float:
+        """Mean time as measured over that with long times cut."""
+        return float(self.wall.mean() / (self.wait + self.management + self.compute).mean())
 
     def parts(self, work: TokenWork, policy_ms: float) -> tuple[Floats, Floats, Floats]:
         """Compute, management and read wait of the tokens of a cell, pauses put back.
@@ -159,10 +164,8 @@ class Costs:
             "policy": policy_ms * self.pauses,
         }
         doubt = math.sqrt(sum((DOUBTS[name] * change / wall) ** 2 for name, change in changes.items()))
-        own = self.wait + self.management + self.compute
-        level = own * self.pauses - np.sum(self.parts(self.work, 0.0), axis=0)
-        low, high = block_bootstrap_mean([level])
-        chance = math.sqrt(2) * (high - low) / (2 * _z()) / (float(own.mean()) * self.pauses)
+        errors = self.wall - np.sum(self.parts(self.work, 0.0), axis=0)
+        chance = math.sqrt(2) * standard_error([errors]) / float(self.wall.mean())
         return Spread(chance, self.drift, doubt)
 
 
@@ -200,9 +203,8 @@ def fit_costs(trace: Trace, timings: Timings) -> Costs | None:
         return float(optimize.nnls(np.stack([one, amount, place], axis=1), target)[0][1])
 
     plain = Costs(
-        work, wait, management, compute, reads,
-        slope(work.moved, management), slope(misses.sum(axis=1).astype(np.float64), compute),
-        pauses=float(timings.wall_ms.mean() / (wait + management + compute).mean()), drift=0.0,
+        work, timings.wall_ms, wait, management, compute, reads,
+        slope(work.moved, management), slope(misses.sum(axis=1).astype(np.float64), compute), drift=0.0,
     )  # fmt: skip
     return replace(plain, drift=_drift(plain))
 
