@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import polars as pl
@@ -59,41 +60,58 @@ def foot_cycles(header: TraceHeader, scope: Scope, k: int | None = None) -> floa
     return max(cliff_foot(header, k), 0) / header.cycle_bytes(k)
 
 
-def standing_chart(explanation: Explanation) -> alt.LayerChart:
-    """Where the cell's budget stands on the LRU curve, and Belady there."""
-    e = explanation
+def standing_chart(explanation: Explanation, figure: Literal["hit", "read"] = "hit") -> alt.LayerChart:
+    """Where the cell's budget stands on the LRU curve, and Belady there.
+
+    Args:
+        figure: decode hit rate (%), or MiB read per decode token.
+    """
+    e, d = explanation, explanation.decode
     cycles = e.budget.total_bytes / e.header.cycle_bytes()  # the curve's own, whatever k the cell runs
-    points = [
-        {"cycles": cycles, "hit": 100 * rate.value, "low": 100 * rate.interval.low,
-         "high": 100 * rate.interval.high, "what": what}
-        for what, rate in (("this cell", e.decode.hit_rate), ("Belady", e.decode.optimum_hit_rate))
-    ]  # fmt: skip
-    points = [{k: None if v != v else v for k, v in p.items()} for p in points]
-    x, y = _x(), alt.Y("hit:Q").title(_HIT_TITLE).scale(zero=True)
+    title, scale, rates = {
+        "hit": (_HIT_TITLE, 100, (d.hit_rate, d.optimum_hit_rate)),
+        "read": (READ_TITLE, 1, (d.mib_per_token, d.optimum_mib_per_token)),
+    }[figure]
+    points = []
+    # The curve runs through the cell where it is LRU's: the names stand on either side of it.
+    for what, rate, dy in zip(
+        ("this cell", "Belady"), rates, (12, -8) if figure == "hit" else (-8, 12), strict=True
+    ):
+        ends = [scale * end if math.isfinite(end) else None for end in rate.interval]
+        points.append(
+            {
+                "cycles": cycles,
+                figure: scale * rate.value,
+                "low": ends[0],
+                "high": ends[1],
+                "what": what,
+                "dy": dy,
+            }
+        )
+    x, y = _x(), alt.Y(f"{figure}:Q").title(title).scale(zero=True)
     colour = alt.Color("what:N").scale(domain=["this cell", "Belady"], range=[BLUE, ORANGE]).legend(None)
     tooltip = [
         alt.Tooltip("what:N", title="Eviction"),
-        alt.Tooltip("hit:Q", title="Decode hit rate (%)", format=".1f"),
-        alt.Tooltip("low:Q", title="95 % interval from", format=".1f"),
-        alt.Tooltip("high:Q", title="to", format=".1f"),
+        alt.Tooltip(f"{figure}:Q", title=title, format=".4~r"),
+        alt.Tooltip("low:Q", title="95 % interval from", format=".4~r"),
+        alt.Tooltip("high:Q", title="to", format=".4~r"),
         alt.Tooltip("cycles:Q", title="Budget (cycles)", format=".3~r"),
     ]
     chart = alt.Chart(data(points))
     spans = chart.mark_rule(strokeWidth=2).encode(x=x, y=alt.Y("low:Q"), y2="high:Q", color=colour)
     marks = chart.mark_circle(size=110, opacity=1).encode(x=x, y=y, color=colour, tooltip=tooltip)
-    # The curve runs through the cell where it is LRU's, and up from there: its name goes below.
     names = [
-        alt.Chart(data(points[i : i + 1]))
-        .mark_text(align="left", dx=9, dy=dy)
+        alt.Chart(data([point]))
+        .mark_text(align="left", dx=9, dy=point["dy"])
         .encode(x=x, y=y, text="what:N", color=colour)
-        for i, dy in enumerate((12, -8))
+        for point in points
     ]
     scope: Scope = "per_layer" if e.budget.per_layer else "global"
-    curve = _steps(_drawn(e.curve), "hit", _HIT_TITLE, foot_cycles(e.header, scope))
+    curve = _steps(_drawn(e.curve), figure, title, foot_cycles(e.header, scope))
     return finished(
         alt.LayerChart(layer=[*curve.layer, spans, marks, *names]),
-        "Where this budget stands",
-        "line: LRU with the router's own routing; bars: 95 % intervals along this text",
+        "Where this budget stands" if figure == "hit" else "What it reads there",
+        "line: LRU, router's own routing; bars: 95 % intervals",
     )
 
 

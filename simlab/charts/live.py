@@ -151,7 +151,11 @@ def pareto_chart(numbers: Sequence[CellNumbers]) -> alt.LayerChart:
             ("ppl", {"x": alt.X("ppl_low:Q"), "x2": alt.X2("ppl_high:Q"), "y": y}),
         )
     ]
-    names = alt.Chart(data(best)).mark_text(align="left", dx=8, dy=10).encode(x=x, y=y, text="name:N")
+    names = (
+        alt.Chart(data(best))
+        .mark_text(align="left", dx=8, dy=10, color=GREEN)
+        .encode(x=x, y=y, text="name:N")
+    )
     return finished(
         layered(line.encode(x=x, y=y), *spans, points, names),
         "Speed against quality",

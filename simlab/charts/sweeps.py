@@ -41,6 +41,7 @@ _MOST_LINES = 12
 _MOST_POLICIES = 40
 _POLICY_PX = 20
 
+_BUDGETS = alt.Legend(title=None, symbolOpacity=1, labelLimit=200, orient="top", columns=2)
 _TOOLTIP = [
     alt.Tooltip("budget:N", title="Budget"),
     alt.Tooltip("route:N", title="Routing"),
@@ -201,9 +202,7 @@ def policy_chart(numbers: Sequence[CellNumbers]) -> alt.LayerChart:
         .sort(shown)
         .axis(alt.Axis(labelLimit=320, domain=False, ticks=False, grid=True))
     )
-    colour = by_size("budget", rows).legend(
-        alt.Legend(title="Cache budget", labelLimit=220, orient="top", columns=3)
-    )
+    colour = by_size("budget", rows).legend(_BUDGETS)
     points = (
         alt.Chart(data(rows)).mark_circle(size=80, opacity=1).encode(x=x, y=y, color=colour, tooltip=_TOOLTIP)
     )
@@ -220,11 +219,16 @@ def policy_chart(numbers: Sequence[CellNumbers]) -> alt.LayerChart:
     )
 
 
-def tradeoff_chart(numbers: Sequence[CellNumbers], picks: Sequence[CellNumbers] = ()) -> alt.LayerChart:
+def tradeoff_chart(
+    numbers: Sequence[CellNumbers], picks: Sequence[CellNumbers] = (), rings: str = "cells run live"
+) -> alt.LayerChart:
     """MiB read per decode token against router mass displaced (%), by budget.
 
     Picks are ringed and numbered from 1. Lines join cells that differ in the margin alone. Cells whose
     mass is unknown are left out.
+
+    Args:
+        rings: what the picks are.
     """
 
     def known(row: Mapping[str, Any]) -> bool:
@@ -237,9 +241,7 @@ def tradeoff_chart(numbers: Sequence[CellNumbers], picks: Sequence[CellNumbers] 
     ringed = [r for r in numbered if known(r)]
     x = alt.X("mass:Q").title(MASS_TITLE).axis(alt.Axis(tickCount=7))
     y = alt.Y("read:Q").title(READ_TITLE).scale(zero=True)
-    colour = by_size("budget", rows + ringed).legend(
-        alt.Legend(title="Cache budget", symbolOpacity=1, labelLimit=220)
-    )
+    colour = by_size("budget", rows + ringed).legend(_BUDGETS)
     joined = [r for r in rows if r["margin"] is not None]
     lines = (
         alt.Chart(data(joined))
@@ -249,7 +251,7 @@ def tradeoff_chart(numbers: Sequence[CellNumbers], picks: Sequence[CellNumbers] 
     points = (
         alt.Chart(data(rows)).mark_circle(size=55, opacity=1).encode(x=x, y=y, color=colour, tooltip=_TOOLTIP)
     )
-    rings = (
+    circles = (
         alt.Chart(data(ringed))
         .mark_point(size=230, filled=False, strokeWidth=2)
         .encode(x=x, y=y, color=colour, tooltip=_TOOLTIP)
@@ -260,38 +262,46 @@ def tradeoff_chart(numbers: Sequence[CellNumbers], picks: Sequence[CellNumbers] 
         .encode(x=x, y=y, text="pick:N")
     )
     return finished(
-        layered(lines, points, *([rings, names] if ringed else [])),
+        layered(lines, points, *([circles, names] if ringed else [])),
         "Flash reads against router mass displaced",
-        subtitle(numbers) + few + ("; rings: cells run live" if ringed else ""),
+        subtitle(numbers) + few + (f"; ringed: {rings}" if ringed else ""),
     )
 
 
 def price_chart(priced: Sequence[Comparison], *, chosen: float | None = None) -> alt.LayerChart:
-    """MiB read per decode token, simulated, against the perplexity a live run of the same cell measured.
+    """MiB read per decode token, simulated, against what live runs of the same cells measured of perplexity.
+
+    That is the increase over the first cell's (%), paired token by token, where all runs have it, else the
+    perplexity itself, whose interval is that of the text and much wider.
 
     Args:
         priced: cells of one budget, replayed, and run live with their perplexity known.
         chosen: a margin to mark.
     """
     known = [c for c in priced if c.live.ppl is not None and c.replay.decode.read_mib_per_token is not None]
-    rows = [
-        _row(c.replay, "") | {"ppl": c.live.ppl, "low": c.live.ppl_low, "high": c.live.ppl_high}
-        for c in known
-    ]
-    x = alt.X("ppl:Q").title("Perplexity, live (measured)").scale(zero=False, padding=14)
+    paired = all(c.live.ppl_ratio is not None for c in known)
+    rows = []
+    for c in known:
+        live = c.live
+        ratios = live.ppl_ratio, live.ppl_ratio_low, live.ppl_ratio_high
+        ends = ratios if paired else (live.ppl, live.ppl_low, live.ppl_high)
+        price, low, high = (None if v is None else 100 * (v - 1) if paired else v for v in ends)
+        rows.append(_row(c.replay, "") | {"price": price, "low": low, "high": high, "ppl": live.ppl})
+    title = "Perplexity, increase over the first cell's (%)" if paired else "Perplexity"
+    x = alt.X("price:Q").title(title).scale(zero=False, padding=14)
     y = alt.Y("read:Q").title(READ_TITLE).scale(zero=True)
     tooltip = [
         *_TOOLTIP,
         alt.Tooltip("ppl:Q", title="Perplexity, measured", format=".3f"),
-        alt.Tooltip("low:Q", title="95 % interval from", format=".3f"),
-        alt.Tooltip("high:Q", title="to", format=".3f"),
+        alt.Tooltip("price:Q", title=title, format=".3~r"),
+        alt.Tooltip("low:Q", title="95 % interval from", format=".3~r"),
+        alt.Tooltip("high:Q", title="to", format=".3~r"),
     ]
     chart = alt.Chart(data(rows))
-    spans = alt.Chart(data([r for r in rows if r["low"] is not None]))
-    bars = spans.mark_rule(color=BLUE, opacity=0.35, strokeWidth=1.5)
+    bars = alt.Chart(data([r for r in rows if r["low"] is not None])).mark_rule(color=BLUE, opacity=0.5)
     lines = chart.mark_line(strokeWidth=1.5, color=BLUE).encode(x=x, y=y, order="margin:Q")
     points = chart.mark_circle(size=60, opacity=1, color=BLUE).encode(x=x, y=y, tooltip=tooltip)
-    names = chart.mark_text(align="left", dx=8, dy=-7).encode(x=x, y=y, text="route:N")
+    names = chart.mark_text(align="left", dx=8, dy=-8, color=BLUE).encode(x=x, y=y, text="route:N")
     there = [
         r for r in rows if chosen is not None and r["margin"] is not None and abs(r["margin"] - chosen) < 1e-9
     ]
@@ -305,7 +315,7 @@ def price_chart(priced: Sequence[Comparison], *, chosen: float | None = None) ->
             *([rings.encode(x=x, y=y)] if there else []),
         ),
         "Flash reads against perplexity",
-        f"reads: {source_label([c.replay for c in known])}; perplexity: live (measured), bars: 95 % intervals",
+        f"reads: {source_label([c.replay for c in known])}; perplexity: live (measured), 95 % intervals",
     )
 
 

@@ -25,7 +25,9 @@ Drawn = TypeVar("Drawn", bound=AnyChart)
 
 MOST_ROWS = 5000
 """Rows one data set of a chart may hold."""
-WIDTH, HEIGHT = 400, 290
+WIDTH, HEIGHT = 360, 290
+NOTEBOOK_WIDTH = 340
+"""Two charts with their labels beside each other on a page of 1,280 pixels."""
 LABEL_GAP_PX = 15
 """Between two labels that stand below one another."""
 
@@ -54,8 +56,15 @@ MASS_TITLE = "Router mass displaced (% of a routing event's probability)"
 
 
 def themed(chart: Drawn) -> Drawn:
-    """The chart with the look of its own, for a notebook."""
+    """The chart with the look that all share."""
     return chart.configure(**CONFIG)
+
+
+def in_notebook(chart: Shaped) -> Shaped:
+    """The same for notebooks, whose theme colours titles and axes; grid and labels suit a light and a dark one."""
+    axis = {**CONFIG["axis"], "gridColor": f"{GREY}40", "domainColor": GREY, "tickColor": GREY}
+    config: dict[str, Any] = CONFIG | {"axis": axis, "text": {**CONFIG["text"], "color": GREY}}
+    return chart.properties(width=NOTEBOOK_WIDTH).configure(**config)
 
 
 def data(rows: Sequence[Mapping[str, Any]]) -> alt.Data:
@@ -120,12 +129,17 @@ def end_labels(
         place = end["label_y"] = max(end[value], place + gap)
     chart = alt.Chart(data(ends))
     leaders = chart.mark_rule(strokeWidth=1, strokeDash=[2, 2], opacity=0.8).encode(
-        x=x, y=y, x2=alt.value(WIDTH + 22), y2="label_y:Q", color=colour
+        x=x, y=y, x2=_right_of_plot(22), y2="label_y:Q", color=colour
     )
     names = chart.mark_text(align="left", baseline="middle").encode(
-        x=alt.value(WIDTH + 26), y="label_y:Q", text="series:N"
+        x=_right_of_plot(26), y="label_y:Q", text="series:N", color=colour
     )
     return leaders, names
+
+
+def _right_of_plot(pixels: int) -> Any:
+    """So many pixels to the right of a plot of whatever width."""
+    return alt.value(alt.expr(f"width + {pixels}"))
 
 
 def merge_close(

@@ -197,6 +197,37 @@ def _part_colour(names: Sequence[str] | Mapping[str, Any]) -> alt.Color:
     )
 
 
+def split_chart(runs: Mapping[str, Mapping[str, float]]) -> alt.Chart:
+    """Mean time per decode token (ms) of each run by part, names of `PARTS`; a run says in its name what it is."""
+    rows = [
+        {"run": run, "part": part, "ms": parts[part], "place": place}
+        for run, parts in runs.items()
+        for place, part in enumerate(PARTS)
+        if part in parts
+    ]
+    return finished(
+        alt.Chart(data(rows))
+        .mark_bar()
+        .encode(
+            y=alt.Y("run:N")
+            .title(None)
+            .sort(list(runs))
+            .axis(alt.Axis(labelLimit=300, domain=False, ticks=False)),
+            x=alt.X("ms:Q").title("Time per token (ms)").stack("zero"),
+            color=_part_colour([part for parts in runs.values() for part in parts]),
+            order="place:Q",
+            tooltip=[
+                alt.Tooltip("run:N", title="Run"),
+                alt.Tooltip("part:N", title="Part"),
+                alt.Tooltip("ms:Q", title="ms per token", format=".2f"),
+            ],
+        ),
+        "What a token's time is made of",
+        "means over the decode",
+        height=max(60, 34 * len(runs)),
+    )
+
+
 class Speed(NamedTuple):
     """A cell's speed, foretold or measured."""
 
