@@ -38,7 +38,7 @@ def cells_of(*routes: str, budget: str = "2cycles"):
 
 
 def test_counts_of_a_recording_are_those_of_its_own_replay():
-    for name in ("original", "margin-0.15", "drop-0.75"):
+    for name in ("margin-0.15", "drop-0.75"):
         trace = open_trace(TRACES / f"{name}.trace")
         (replayed,) = counts_of_replays(trace, [recorded_cell(trace.header)])
         recorded = counts_of_recording(trace)

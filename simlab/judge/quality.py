@@ -2,9 +2,11 @@
 
 The rise in nll over the original routing on the same tokens is a sum of a few features of the cell
 (`quality_features.py`) with coefficients of at least zero, so that it is zero where nothing strays from the router and
-never falls where more does. The coefficients are fitted on a few live margins and weighed by how well each live
-difference is known. The interval holds three things: chance in a live difference of as many tokens, how far the law
-was off at its own calibration runs, and how loosely these fix the coefficients.
+never falls where more does. Terms are scaled by how undecided the model was on the text, the mean of p (1 - p) over
+the probabilities p that it gave the tokens that came: shifted logits cost where the model wavers, not where it is
+sure. The coefficients are fitted on a few live margins, each weighed by how well its difference is known. The interval
+holds three things: chance in a live difference of as many tokens, how far the law was off at its own calibration
+runs, and how loosely these fix the coefficients.
 
 Limits: a law holds for the model it was fitted on, and for policies like those it was fitted on; how far it carries
 beyond is measured in `quality_check.py` and written in docs/quality.md. Everything it says is simulated.
@@ -37,7 +39,8 @@ LEVEL = 0.90
 _FLOOR_NATS = 1e-4
 """A rise below this is taken for this when the spread of a difference is read off it."""
 
-Terms = Callable[[pl.DataFrame], dict[str, NDArray[np.float64]]]
+Floats = NDArray[np.float64]
+Terms = Callable[[pl.DataFrame], dict[str, Floats]]
 """Features, one row per cell, to the terms of a law, each at least zero and zero where nothing strays."""
 
 
@@ -113,23 +116,72 @@ class Predicted(NamedTuple):
     high: float
 
 
-def _column(features: pl.DataFrame, name: str) -> NDArray[np.float64]:
+def _column(features: pl.DataFrame, name: str) -> Floats:
     return np.maximum(features[name].to_numpy().astype(np.float64), 0.0)
 
 
-def _mass_terms(features: pl.DataFrame) -> dict[str, NDArray[np.float64]]:
-    mass, top1 = _column(features, "mass"), _column(features, "top1")
-    moving = mass * (1 - _column(features, "kept"))
-    return {"mass x new": moving, "mass^2": mass**2, "mass x top1": mass * top1}
+def _powers(name: str, *powers: float) -> Terms:
+    """A feature raised to powers."""
+    return lambda f: {f"{name}^{p:g}": _column(f, name) ** p for p in powers}
+
+
+def _distance_and_top1(f: pl.DataFrame) -> dict[str, Floats]:
+    return {"distance": _column(f, "distance"), "top1": _column(f, "top1")}
+
+
+def _mass_and_how(f: pl.DataFrame) -> dict[str, Floats]:
+    mass = _column(f, "mass")
+    return {
+        "mass x new": mass * (1 - _column(f, "kept")),
+        "mass^2": mass**2,
+        "mass x top1": mass * _column(f, "top1"),
+    }
+
+
+def _distance_by_half(f: pl.DataFrame) -> dict[str, Floats]:
+    """The first half of the layers and the second apart."""
+    layers = np.array(f["distance_by_layer"].to_list())
+    half = layers.shape[1] // 2
+    return {
+        "early distance": layers[:, :half].sum(axis=1) / layers.shape[1],
+        "late distance": layers[:, half:].sum(axis=1) / layers.shape[1],
+        "distance^2": _column(f, "distance") ** 2,
+    }
+
+
+_SHAPES: dict[str, Terms] = {
+    "mass^2": _powers("mass", 2),
+    "mass^2.6": _powers("mass", 2.6),
+    "mass^2 + mass^4": _powers("mass", 2, 4),
+    "changed^2 + changed^4": _powers("changed", 2, 4),
+    "energy + energy^2": _powers("energy", 1, 2),
+    "distance + distance^2": _powers("distance", 1, 2),
+    "distance + top1": _distance_and_top1,
+    "mass x new + mass^2 + mass x top1": _mass_and_how,
+    "distance by half + distance^2": _distance_by_half,
+}
+
+
+def _undecided(shape: Terms) -> Terms:
+    """A law whose every term is scaled by how undecided the model was on the text."""
+
+    def terms(f: pl.DataFrame) -> dict[str, Floats]:
+        if f["undecided"].null_count():
+            raise InputError(
+                "the trace carries no losses, so it is not known how undecided the model was; "
+                "record a text with simlab record --text"
+            )
+        return {name: _column(f, "undecided") * values for name, values in shape(f).items()}
+
+    return terms
 
 
 FORMS: dict[str, Terms] = {
-    "mass^2": lambda f: {"mass^2": _column(f, "mass") ** 2},
-    "distance + top1": lambda f: {"distance": _column(f, "distance"), "top1": _column(f, "top1")},
-    "mass x new + mass^2 + mass x top1": _mass_terms,
+    **_SHAPES,
+    **{f"undecided x ({name})": _undecided(shape) for name, shape in _SHAPES.items()},
 }
 """The forms that can be fitted, by name."""
-DEFAULT_FORM = "mass x new + mass^2 + mass x top1"
+DEFAULT_FORM = "undecided x (distance + distance^2)"
 
 
 @dataclass(frozen=True)
@@ -143,8 +195,8 @@ class QualityModel:
     """Of the coefficients, in their order."""
     relative_spread: float
     """Standard deviation of the law's own error, as a share of the rise."""
-    noise: tuple[float, float]
-    """`a, b`: a live difference of n tokens and rise d has standard error exp(a) d^b / sqrt(n)."""
+    noise: tuple[float, float, float]
+    """`a, b, least`: a live difference of n tokens and rise d has standard error exp(a) max(d, least)^b / sqrt(n)."""
     calibrated_on: int
     """Calibration runs."""
 
@@ -200,10 +252,10 @@ class QualityModel:
         )
         return [Predicted(float(d), float(d - h), float(d + h)) for d, h in zip(rise, half, strict=True)]
 
-    def standard_error(self, rise: NDArray[np.float64], tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+    def standard_error(self, rise: Floats, tokens: NDArray[np.int64]) -> Floats:
         """What chance does to a live difference of so many tokens, in nats."""
-        level, power = self.noise
-        return np.exp(level) * np.maximum(rise, _FLOOR_NATS) ** power / np.sqrt(np.maximum(tokens, 1))
+        level, power, least = self.noise
+        return np.exp(level) * np.maximum(rise, least) ** power / np.sqrt(np.maximum(tokens, 1))
 
     def save(self, path: Path) -> None:
         """Write the law as JSON."""
@@ -227,9 +279,7 @@ class QualityModel:
             raise InputError(f"{path}: is not a quality law that this version of simlab wrote") from None
 
 
-def _relative_spread(
-    residual: NDArray[np.float64], fitted: NDArray[np.float64], error: NDArray[np.float64], used: int
-) -> float:
+def _relative_spread(residual: Floats, fitted: Floats, error: Floats, used: int) -> float:
     """The spread, as a share of the rise, that brings the squared errors of the fit to what is expected of them."""
     free = max(len(residual) - used, 1)
 
@@ -244,7 +294,7 @@ def _relative_spread(
     return float(optimize.root_scalar(excess, bracket=(0.0, high)).root) if excess(high) <= 0 else high
 
 
-def _covariance(weighted: NDArray[np.float64], used: NDArray[np.bool_]) -> NDArray[np.float64]:
+def _covariance(weighted: Floats, used: NDArray[np.bool_]) -> Floats:
     """Of weighted least squares over the coefficients that are not held at zero."""
     covariance = np.zeros((weighted.shape[1],) * 2)
     some = np.flatnonzero(used)
@@ -253,13 +303,15 @@ def _covariance(weighted: NDArray[np.float64], used: NDArray[np.bool_]) -> NDArr
     return covariance
 
 
-def _noise(
-    rise: NDArray[np.float64], error: NDArray[np.float64], tokens: NDArray[np.int64]
-) -> tuple[float, float]:
-    """A power law of the standard error in the rise, for one token; flat where the runs do not tell."""
-    x = np.log(np.maximum(rise, _FLOOR_NATS))
+def _noise(rise: Floats, error: Floats, tokens: NDArray[np.int64]) -> tuple[float, float, float]:
+    """A power law of the standard error in the rise, for one token; flat where the runs do not tell.
+
+    Below the smallest rise it was fitted on it is flat too: the chance in a difference that small is not known.
+    """
+    least = max(float(rise.min()), _FLOOR_NATS)
+    x = np.log(np.maximum(rise, least))
     y = np.log(error * np.sqrt(np.maximum(tokens, 1)))
     if np.ptp(x) < math.log(2):
-        return float(y.mean()), 0.0
+        return float(y.mean()), 0.0, least
     power = float(np.clip(np.polyfit(x, y, 1)[0], 0.0, 1.0))
-    return float((y - power * x).mean()), power
+    return float((y - power * x).mean()), power, least

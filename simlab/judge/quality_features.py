@@ -12,6 +12,8 @@ Features, all of them means over decode events, without a unit:
 - `energy`: the same differences squared and added up, 0 to 2.
 - `top1`: share of events in which the router's first choice did not run.
 - `changed`: share of the router's picks that did not run. `dropped`: share of slots dropped.
+- `undecided`: mean over the scored tokens of p (1 - p), p the probability that the recorded run gave the token that
+  came; null where the trace has no losses. It belongs to the text, and is the same for all cells.
 - `kept`: share of what ran that ran for the token before too, in the same layer and turn; `kept_router` is the same of
   the router's picks.
 
@@ -34,7 +36,7 @@ from simlab.replay.run import CHUNK_ROWS, Replayer, TraceLike
 from simlab.routing import knob_values
 from simlab.scores import applied_weights
 from simlab.trace.store import Trace, open_trace
-from simlab.types import Cell, Route
+from simlab.types import DECODE, THROW_AWAY_TURN, Cell, Route
 
 FEATURES = ("mass", "distance", "energy", "top1", "changed", "dropped", "kept", "kept_router")
 """The features of a cell; each also comes by layer, as `<name>_by_layer`."""
@@ -57,7 +59,8 @@ class Executed:
 def features_of(trace: TraceLike, cells: Sequence[Cell], *, train: str | None = None) -> pl.DataFrame:
     """Replay cells and describe each: one row per cell, in the order of `cells`.
 
-    Columns: `tokens` (counted decode tokens), `FEATURES`, and each of them by layer, a list over the MoE layers.
+    Columns: `tokens` (counted decode tokens), `undecided`, `FEATURES`, and each of these by layer, a list over the
+    MoE layers.
 
     Raises:
         InputError: the trace lacks the router's scores, or as `simlab.replay.run.replay`.
@@ -76,7 +79,7 @@ def features_of(trace: TraceLike, cells: Sequence[Cell], *, train: str | None = 
 
 def features_of_replay(replayer: Replayer) -> pl.DataFrame:
     """As `features_of`, of a replay run to its end with `detail=True`."""
-    rows = _Router(replayer.columns)
+    router = _Router(replayer.columns)
     found: dict[int, dict[str, object]] = {}
     for group in replayer.groups:
         for lane, index in enumerate(group.indices):
@@ -85,8 +88,9 @@ def features_of_replay(replayer: Replayer) -> pl.DataFrame:
                 for name in ("expert", "dropped")
             )
             ran = Executed(experts, dropped, _renormalises(replayer.cells[index].route))
-            found[index] = rows.describe(ran)
-    return pl.DataFrame([found[index] for index in range(len(replayer.cells))])
+            found[index] = router.describe(ran)
+    rows = [found[index] for index in range(len(replayer.cells))]
+    return pl.DataFrame(rows, schema_overrides={"undecided": pl.Float64})
 
 
 def features_of_recording(trace: TraceLike, cell: Cell) -> pl.DataFrame:
@@ -102,7 +106,8 @@ def features_of_recording(trace: TraceLike, cell: Cell) -> pl.DataFrame:
             raise InputError(f"{trace.path}/routing: '{name}' is unknown in some rows")
     experts, dropped = (routing[name].to_numpy().reshape(-1, trace.width) for name in routing.columns)
     ran = Executed(experts, dropped, _renormalises(cell.route))
-    return pl.DataFrame([_Router(TraceColumns(trace)).describe(ran)])
+    row = _Router(TraceColumns(trace)).describe(ran)
+    return pl.DataFrame([row], schema_overrides={"undecided": pl.Float64})
 
 
 def _renormalises(route: Route) -> bool:
@@ -125,6 +130,7 @@ class _Router:
         self.needs = ColumnNeeds(header.n_expert_used, scores=True, rank=False, weights=frozenset({"scores"}))
         self.before = _row_before(columns)
         self.counted = columns.counted & columns.decode & (columns.router_k > 0)
+        self.undecided = _undecided(columns.trace)
 
     def describe(self, ran: Executed) -> dict[str, object]:
         """Features of one cell, means over the counted decode events and over those of each layer."""
@@ -140,7 +146,10 @@ class _Router:
         # The first token of a turn has none before it.
         follows = self.counted & (self.before != np.arange(n_rows))
         layers = self.columns.layer
-        found: dict[str, object] = {"tokens": self.columns.n_tokens(decode=True)}
+        found: dict[str, object] = {
+            "tokens": self.columns.n_tokens(decode=True),
+            "undecided": self.undecided,
+        }
         for name, values in events.items():
             some = follows if name in sets else self.counted
             n = np.bincount(layers[some], minlength=self.n_layers)
@@ -211,6 +220,13 @@ class _Router:
         summed = np.zeros((len(experts), self.n_expert))
         np.add.at(summed, (rows, experts[rows, slots]), values[rows, slots])
         return summed
+
+
+def _undecided(trace: Trace) -> float | None:
+    """Mean of p (1 - p) over the tokens of a recording that were scored; None without any."""
+    scored = (pl.col("phase") == DECODE) & (pl.col("turn") != THROW_AWAY_TURN) & pl.col("nll").is_not_null()
+    p = np.exp(-trace.collect("tokens", trace.tokens.filter(scored).select("nll"))["nll"].to_numpy())
+    return float((p * (1 - p)).mean()) if len(p) else None
 
 
 def _row_before(columns: TraceColumns) -> NDArray[np.int64]:
