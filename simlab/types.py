@@ -1,6 +1,4 @@
-"""Every type of the domain, in one place.
-
-Words used throughout, as in the field:
+"""Every type of the domain, in one place. Words used throughout, as in the field:
 
 - *graph*: one evaluation of the compute graph, a prefill chunk or one decode step.
 - *batch*: one (graph, layer); its experts are looked up together, residency is frozen at its start.
@@ -488,6 +486,8 @@ class CellNumbers:
     """Perplexity over that of the first cell it was run beside, token by token."""
     ppl_ratio_low: float | None = None
     ppl_ratio_high: float | None = None
+    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Of decode means, and of `read_mib_saved` beside the router's own routing (`simlab.judge.against`)."""
     note: str | None = None
     """What a reader has to know to take these numbers for what they are."""
 

@@ -19,7 +19,9 @@ from simlab.charts.live import comparison_chart
 from simlab.charts.pages import write_sweep_page
 from simlab.charts.sweeps import margin_chart, sweep_charts
 from simlab.charts.words import budget_label, route_label
-from simlab.judge.report import DASH, verdict, write_report
+from simlab.judge.report import TraceReport, verdict, write_report
+from simlab.judge.verdict import DASH, Verdict, sweep_choice
+from simlab.trace.measured import Measured
 from simlab.trace.store import Trace
 from simlab.types import Cell, CellNumbers, Comparison, PhaseNumbers, TraceHeader
 
@@ -84,8 +86,28 @@ SWEEP = [
 ]
 LIVE = [
     numbers(EXACT, 0.341, 6.25, tok_s=2.366, ppl=4.2352),
-    numbers(PICK, 0.561, 3.81, substituted=251, mass=0.0173, tok_s=3.84, ppl=4.4024),
-    numbers(WIDE, 0.785, 1.53, substituted=473, mass=0.0636, tok_s=5.1, ppl=5.36),
+    numbers(
+        PICK,
+        0.561,
+        3.81,
+        substituted=251,
+        mass=0.0173,
+        tok_s=3.84,
+        tok_s_low=3.7,
+        tok_s_high=4.0,
+        ppl=4.4024,
+        ppl_low=4.1,
+        ppl_high=4.7,
+        ppl_ratio=1.0395,
+        ppl_ratio_low=1.02,
+        ppl_ratio_high=1.059,
+        intervals={
+            "hit_rate": (0.54, 0.58),
+            "read_mib_per_token": (3.6, 4.02),
+            "read_mib_saved": (2.3, 2.58),
+        },
+    ),
+    numbers(WIDE, 0.785, 1.53, substituted=473, mass=0.0636, ppl=5.36),
 ]
 COMPARISONS = [Comparison(r, m) for r, m in zip(SWEEP, LIVE, strict=False)]
 
@@ -147,13 +169,26 @@ def points(spec: Any) -> list[dict[str, Any]]:
     return found
 
 
-def report(path: Path, **changes: Any) -> Page:
-    arguments = {
-        "header": HEADER, "recorded": LIVE[1], "sweep": SWEEP, "comparisons": COMPARISONS,
-        "commands": ["simlab sweep t.trace --margin 0,.15 > out"], "notes": ["A note."],
+RAN = Measured(2.366, 422.7, None, None, 0.341, 625.0, 6.25, None, 246, 0)
+
+
+def told(**changes: Any) -> TraceReport:
+    """What is told of one trace."""
+    given = {
+        "name": "t.trace", "header": HEADER, "tokens": {"prefill": 8, "decode": TOKENS}, "measured": RAN,
+        "sweep": SWEEP, "chosen": sweep_choice(changes.get("sweep", SWEEP)), "comparisons": COMPARISONS,
     }  # fmt: skip
-    write_report(path, **cast(Any, arguments | changes))
+    return TraceReport(**cast(Any, given | changes))
+
+
+def report(path: Path, *, commands: tuple[str, ...] = ("simlab sweep t.trace --margin 0,.15 > out",),
+           notes: tuple[str, ...] = ("A note.",), **changes: Any) -> Page:  # fmt: skip
+    write_report(path, [told(**changes)], commands=commands, notes=notes)
     return Page(path)
+
+
+def said(sweep: Any, comparisons: Any) -> Verdict:
+    return verdict(told(sweep=sweep, comparisons=comparisons))
 
 
 @pytest.fixture(scope="module")
@@ -178,9 +213,13 @@ def test_replay_stands_beside_live_with_their_labels_and_dashes(page: Page) -> N
     assert len(rows) == 2 * len(COMPARISONS)
     assert rows[2] == [
         "2", "L = 0.152 cycles (8 MiB)", "replay (simulated)", "56.7", "3.75", "24.6", "0.0", "1.71",
-        DASH, DASH,
+        DASH, DASH, DASH,
     ]  # fmt: skip
-    assert rows[3] == ["live (measured)", "56.1", "3.81", "25.1", "0.0", "1.73", "3.84", "4.402"]
+    assert rows[3] == [
+        "live (measured)", "56.154.0 to 58.0", "3.813.60 to 4.02", "25.1", "0.0", "1.73", "3.843.7 to 4",
+        "4.4024.1 to 4.7", "1.03951.0200 to 1.0590",
+    ]  # fmt: skip
+    assert rows[5][6:] == [DASH, "5.360", DASH]
     assert rows[4][1].startswith("L = 0.3 †")
 
 
@@ -209,7 +248,7 @@ def test_the_charts_carry_the_points(page: Page) -> None:
 
 def test_hostile_words_stay_words(tmp_path: Path) -> None:
     header = dataclasses.replace(HEADER, model=HOSTILE, cpu=HOSTILE, engine_version=HOSTILE)
-    page = report(tmp_path / "r.html", header=header, commands=[HOSTILE], notes=[HOSTILE])
+    page = report(tmp_path / "r.html", header=header, commands=(HOSTILE,), notes=(HOSTILE,))
     assert len(page.scripts) == 3
     assert page.text.count(HOSTILE) >= 5
     step = dataclasses.replace(PICK.route.steps[0].policy, name=HOSTILE)
@@ -221,34 +260,38 @@ def test_hostile_words_stay_words(tmp_path: Path) -> None:
 
 
 def test_the_verdict_is_the_largest_cut_at_little_perplexity() -> None:
-    sentence, how = verdict(SWEEP, COMPARISONS)
+    sentence, how = said(SWEEP, COMPARISONS)
     assert sentence == (
-        "At 2 token cycles (8 MiB), L = 0.15 cuts flash reads from 6.25 to 3.81 MiB per token, live "
-        "(measured), at 3.9 % more perplexity (4.235 to 4.402); replay predicted 3.75 MiB."
+        "At 2 token cycles (8 MiB), L = 0.15 cuts flash reads from 6.25 to 3.81 MiB per token, 2.44 [2.30, 2.58] "
+        "less, live (measured), perplexity +3.9 % [+2.0, +5.9] (4.235 to 4.402); replay predicted 3.75 MiB."
     )
+    assert "95 % intervals, block bootstraps" in how
     assert "2 lossy cells" in how
     assert "at most 0.06 MiB per token and 0.6 points of hit rate over 3 cells" in how
 
 
 def test_the_verdict_without_perplexity_or_baseline_or_live_runs() -> None:
     blind = [Comparison(c.replay, dataclasses.replace(c.live, ppl=None)) for c in COMPARISONS]
-    assert "L = 0.3 cuts flash reads from 6.25 to 1.53" in verdict(SWEEP, blind)[0]
-    assert "perplexity not measured" in verdict(SWEEP, blind)[0]
-    alone, how = verdict(SWEEP, COMPARISONS[1:2])
-    assert "reads 3.81 MiB per token, live (measured); replay predicted 3.75 MiB" in alone
+    assert "L = 0.3 cuts flash reads from 6.25 to 1.53" in said(SWEEP, blind)[0]
+    assert "perplexity not measured" in said(SWEEP, blind)[0]
+    alone, how = said(SWEEP, COMPARISONS[1:2])
+    assert "reads 3.81 [3.60, 4.02] MiB per token, live (measured); replay predicted 3.75 MiB" in alone
     assert "No lossy cell was run live beside" in how
     costly = [COMPARISONS[0], COMPARISONS[2]]
-    assert "26.6 % more perplexity" in verdict(SWEEP, costly)[0]
-    simulated, how = verdict(SWEEP[:3], [])
+    assert "perplexity +26.6 % (4.235 to 5.360)" in said(SWEEP, costly)[0]
+    simulated, how = said(SWEEP[:3], [])
     assert "would cut flash reads from 6.25 to 3.75" in simulated
     assert "replay (simulated)" in simulated
     assert "Nothing was run live" in how
-    assert verdict([], [])[0] == "Nothing was run live, and the sweep has no numbers."
+    assert "No interval" in how
+    # The first cell being no exact one, its perplexity is no base for an interval.
+    assert "perplexity +3.9 % (4.235 to 4.402)" in said(SWEEP, COMPARISONS[2:0:-1] + COMPARISONS[:1])[0]
+    assert said([], [])[0] == "Nothing was run live, and the sweep has no numbers."
 
 
 def test_a_report_of_nothing_still_opens(tmp_path: Path) -> None:
     page = report(
-        tmp_path / "r.html", recorded=None, sweep=[], comparisons=[], commands=[], notes=[],
+        tmp_path / "r.html", measured=None, sweep=[], comparisons=[], commands=(), notes=(),
         header=dataclasses.replace(HEADER, budget_bytes=None, route=None, cpu=None, io_mode=None),
     )  # fmt: skip
     assert page.specs == {}

@@ -73,6 +73,7 @@ def cell_to_json(numbers: CellNumbers) -> dict[str, Any]:
         "all": dataclasses.asdict(numbers.all),
     }
     rest = {name: getattr(numbers, name) for name in (*LIVE_FIELDS, "note")}
+    rest["intervals"] = dict(numbers.intervals) or None
     return json_value(fields | {name: value for name, value in rest.items() if value is not None})
 
 

@@ -5,7 +5,9 @@ A file may be from anywhere, so every column is checked, and what is wrong is re
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ from simlab.types import Cell, CellNumbers, EvictionPolicy, Route, RoutingPolicy
 
 TRACE = "trace"
 """The column in front of a sweep of several traces: which one a cell is of, as the command line named it."""
+INTERVALS = "intervals"
+"""The column after it, of JSON alone: the intervals of a live run, as JSON text or null."""
 _WANTED = "write it with simlab sweep --out, or with --json of sweep or validate"
 _MAY_LACK = frozenset({"margin", "drop", "note", *LIVE_FIELDS})
 """Fields that JSON leaves out, or that are unknown, for many cells."""
@@ -115,8 +119,9 @@ def _from_json(path: Path, data: bytes) -> pl.DataFrame:
                 raise InputError(f"{where}, field '{name}': {shown(value)} is not {_WORDS[kind]}")
         if several and not isinstance(row[TRACE], str):
             raise InputError(f"{where}, field '{TRACE}': {shown(row[TRACE])} is not text")
-        rows.append({name: row.get(name) for name in (*([TRACE] if several else []), *schema)})
-    front: dict[str, Any] = {TRACE: pl.String} if several else {}
+        row[INTERVALS] = _interval_text(row.get(INTERVALS), where)
+        rows.append({name: row.get(name) for name in (TRACE, INTERVALS, *schema)})
+    front = dict.fromkeys((*([TRACE] if several else []), INTERVALS), pl.String)
     try:
         frame = pl.DataFrame(rows, schema=front | schema, strict=False)
     except (pl.exceptions.PolarsError, OverflowError) as error:
@@ -144,8 +149,21 @@ def _checked(path: Path, frame: pl.DataFrame, place: Callable[[int], str]) -> pl
             raise InputError(f"{path}, {place(row)}, field '{name}': {value} is not {words}")
     if not frame.height:
         raise InputError(f"{path}: holds no cells")
-    front = [TRACE] if TRACE in frame.columns else []
+    front = [name for name in (TRACE, INTERVALS) if name in frame.columns]
     return frame.select(*front, *schema)
+
+
+def _interval_text(value: Any, where: str) -> str | None:
+    if value is None:
+        return None
+    pairs = value.values() if isinstance(value, dict) else [None]
+    if not all(isinstance(p, list) and len(p) == 2 and all(map(_is_number, p)) for p in pairs):
+        raise InputError(f"{where}, field '{INTERVALS}': {shown(value)} is no set of [low, high] by name")
+    return json.dumps(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -161,7 +179,13 @@ def numbers_of(path: Path, frame: pl.DataFrame) -> list[CellNumbers]:
         InputError: a policy, knob or budget that this version does not know.
     """
     cells = [_cell(f"{path}, cell {n}", row) for n, row in enumerate(frame.iter_rows(named=True), 1)]
-    return cells_from_frame(frame, cells)
+    numbers = cells_from_frame(frame, cells)
+    if INTERVALS not in frame.columns:
+        return numbers
+    known = [
+        {n: (low, high) for n, (low, high) in json.loads(text or "{}").items()} for text in frame[INTERVALS]
+    ]
+    return [replace(n, intervals=intervals) for n, intervals in zip(numbers, known, strict=True)]
 
 
 def _cell(where: str, row: dict[str, Any]) -> Cell:
@@ -180,9 +204,7 @@ def _cell(where: str, row: dict[str, Any]) -> Cell:
 
 def _knobs(text: str, where: str) -> dict[str, float]:
     value = parse_json(text.encode(), where)
-    if not isinstance(value, dict) or not all(
-        isinstance(v, (int, float)) and not isinstance(v, bool) for v in value.values()
-    ):
+    if not isinstance(value, dict) or not all(map(_is_number, value.values())):
         raise InputError(f"{where}: {shown(value)} is no set of numbers by name")
     return value
 

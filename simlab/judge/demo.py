@@ -20,6 +20,7 @@ from simlab.errors import InputError
 from simlab.judge.measure import measure
 from simlab.judge.pick import pick_along
 from simlab.judge.report import write_report
+from simlab.judge.report_inputs import trace_report
 from simlab.judge.validate import validate
 from simlab.record.engine import Engine
 from simlab.replay.run import sweep
@@ -73,12 +74,13 @@ def run_demo(out: Path, say: Callable[[str], None], n_tokens: int = N_TOKENS) ->
     with Progress("live") as progress:
         compared = validate(trace, [cells[i] for i in picks], progress=progress, n_threads=N_THREADS)
     report = out / "report.html"
+    with Progress("report") as progress:
+        told = trace_report(
+            str(trace_path), sweep=swept, comparisons=compared, explained=cell, progress=progress
+        )
     write_report(
         report,
-        header=trace.header,
-        recorded=recorded,
-        sweep=swept,
-        comparisons=compared,
+        [told],
         commands=[
             "simlab demo",
             f"simlab sweep {trace_path} --budget {','.join(BUDGETS)} --margin {','.join(MARGINS)}",

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import polars as pl
 
 from simlab.errors import InputError
-from simlab.judge.cells_file import TRACE, read_cells_table
+from simlab.judge.cells_file import INTERVALS, TRACE, read_cells_table
 from simlab.trace.parquet_probe import probe_parquet
 from simlab.trace.reading import read_bytes
 from simlab.trace.store import Trace, open_trace
@@ -38,8 +38,8 @@ SETTING = (
     "source", "route", "knobs", "top_k", "evict", "evict_knobs", "scope", "sequential", "budget_mib",
 )  # fmt: skip
 """What a cell is matched by."""
-_SPELLINGS = ("budget", "budget_cycles", "margin", "drop")
-"""Columns that say of the setting again what the others say."""
+_BESIDE = ("budget", "budget_cycles", "margin", "drop", INTERVALS)
+"""Columns that say again what others say, or that only JSON has."""
 _CHUNK_ROWS = 1 << 16
 
 
@@ -226,7 +226,7 @@ def _diff_cells(a: pl.DataFrame, b: pl.DataFrame) -> Diff:
         [dict(zip(keys, key, strict=False)) for key in one if key not in other]
         for one, other in ((x, y), (y, x))
     )
-    values = [name for name in a.columns if name not in (*keys, *_SPELLINGS, TRACE)]
+    values = [name for name in a.columns if name not in (*keys, *_BESIDE, TRACE)]
     counts: dict[str, int] = {}
     first = None
     for number, (key, row) in enumerate(x.items()):

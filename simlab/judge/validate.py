@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from simlab.cells import effective_k
 from simlab.errors import InputError
+from simlab.judge.against import DecodeSeries, recorded_series, with_intervals
 from simlab.judge.measure import decode_losses, measure
 from simlab.judge.stats import paired_difference
 from simlab.record.engine import EMBEDDED_MODEL, Engine
@@ -54,6 +55,7 @@ def validate(
     replays = sweep(trace, cells, train=engine_options.get("train"))
     lives: dict[int, CellNumbers] = {}
     losses: dict[int, NDArray[np.float64]] = {}
+    series: dict[int, DecodeSeries] = {}
     order = sorted(range(len(cells)), key=lambda i: effective_k(cells[i].route, trace.header))
     engine, opened_k = None, None
     try:
@@ -67,12 +69,17 @@ def validate(
             with tempfile.TemporaryDirectory(prefix="simlab-live-") as folder:
                 live = run_live(engine, graphs, cells[i], Path(folder) / "live.trace")
                 lives[i], losses[i] = measure(live, cells[i]), decode_losses(live)
+                series[i] = recorded_series(live)
             if progress is not None:
                 progress((done + 1) / len(cells))
     finally:
         if engine is not None:
             engine.close()
-    return [Comparison(replays[i], _beside_first(lives[i], losses[0], losses[i])) for i in range(len(cells))]
+    places = range(len(cells))
+    beside = with_intervals(
+        [_beside_first(lives[i], losses[0], losses[i]) for i in places], [series[i] for i in places]
+    )
+    return [Comparison(replays[i], beside[i]) for i in places]
 
 
 def _beside_first(live: CellNumbers, first: NDArray[np.float64], losses: NDArray[np.float64]) -> CellNumbers:
