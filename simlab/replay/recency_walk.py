@@ -40,7 +40,7 @@ class RecencyWalk:
         self._columns = columns
         self._program = program
         per_layer = budgets[0].per_layer
-        unit = _unit(sizes)
+        unit = unit_of(sizes)
         units = (sizes // unit).astype(np.int32)
         line_sizes, line_of_layer = np.unique(units, return_inverse=True)
         n_caches = program.n_layers if per_layer else 1
@@ -58,13 +58,10 @@ class RecencyWalk:
             n_words=n_words,
         )
         self._line_of_layer = line_of_layer.astype(np.int32)
-        limits = [[b.total_bytes] if not per_layer else b.layer_bytes for b in budgets]
-        budget = np.minimum(np.array(limits, np.int64).T // unit, _LARGEST).astype(np.int32)
-        off = np.array([b.off for b in budgets])
         self.lanes: Tree = {
             "units": units,
             "line_units": units if per_layer else line_sizes.astype(np.int32),
-            "budget": np.where(off, np.int32(_LARGEST), budget),
+            "budget": budget_units(budgets, sizes),
         }
         self._routes = any(s.policy.stage != "width" for s in program.steps)
         # Next free place of each cache; none is known before a carry is renumbered.
@@ -177,14 +174,21 @@ def lane_independent(program: ProgramShape, carry: Tree, rows: dict[str, NDArray
     return {"counters": counters, "sums": sums}
 
 
-def _unit(sizes: NDArray[np.int64]) -> int:
+def unit_of(sizes: NDArray[np.int64]) -> int:
     """Bytes that all entry sizes are multiples of."""
     return int(np.gcd.reduce(sizes))
 
 
+def budget_units(budgets: Sequence[ResolvedBudget], sizes: NDArray[np.int64]) -> NDArray[np.int32]:
+    """int32 `[caches, lanes]`: what each cache may hold, in units; without a cache more than there is."""
+    limits = [b.layer_bytes if b.per_layer else [b.total_bytes] for b in budgets]
+    budget = np.minimum(np.array(limits, np.int64).T // unit_of(sizes), _LARGEST).astype(np.int32)
+    return np.where(np.array([b.off for b in budgets]), np.int32(_LARGEST), budget)
+
+
 def can_count(sizes: NDArray[np.int64], n_expert: int) -> bool:
     """Whether all experts' bytes, in their common unit, can be counted in int32."""
-    return int(sizes.sum()) // _unit(sizes) * n_expert < _LARGEST
+    return int(sizes.sum()) // unit_of(sizes) * n_expert < _LARGEST
 
 
 def _routed_columns(rows: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:

@@ -24,6 +24,7 @@ from simlab.learning import learn
 from simlab.policy import find_eviction
 from simlab.policy_check import check_policy
 from simlab.replay.columns import ColumnNeeds, TraceColumns, WeightSource
+from simlab.replay.fixed_order import has_fixed_order
 from simlab.replay.future import (
     NOTE,
     cut,
@@ -34,6 +35,7 @@ from simlab.replay.future import (
 )
 from simlab.replay.kernel import first_carry, program
 from simlab.replay.lanes import lanes_of, padded_lanes
+from simlab.replay.ranked_walk import RankedWalk
 from simlab.replay.recency import is_recency
 from simlab.replay.recency_walk import RecencyWalk, can_count
 from simlab.replay.shape import COUNTERS, NO_ROW, SUMS, ProgramShape, Tree, code_key
@@ -93,7 +95,7 @@ class Group:
     """Per chunk, arrays `[rows, ..., lanes]`; empty unless the shape asks for detail."""
     foretold: Tree
     """Columns of its own, arrays `[all rows, ..., lanes]`: next uses, and a first pass's routing."""
-    walk: RecencyWalk | None
+    walk: RecencyWalk | RankedWalk | None
     """The faster scan, where the group can take it."""
 
 
@@ -149,7 +151,7 @@ class Replayer:
             mass_before=any("mass" in s.policy.needs for g in self.groups for s in g.shape.steps),
         )
 
-    def advance(self, n_rows: int = CHUNK_ROWS) -> bool:
+    def advance(self, n_rows: int = 2 * CHUNK_ROWS) -> bool:
         """Replay `n_rows` further rows and the batch they end in; False, and nothing done, at the trace's end.
 
         Raises:
@@ -303,12 +305,19 @@ class Replayer:
             sequential=cells[0].sequential,
             executed="future" in eviction.needs and not follows_router(cells[0].route),
         )
+        # Lanes that take a faster scan and know the future have one walk in common.
+        n_walks = 1 if fast else len(cells)
+        foretold = self._foretold(shape, cells[:n_walks], np.array(widths[:n_walks], np.int32))
         walk = None
         if fast:
             budgets = [
                 resolve_budget(c.budget, c.scope, header, k) for c, k in zip(cells, widths, strict=True)
             ]
-            walk = RecencyWalk(self.columns, shape, budgets, self._entry_bytes)
+            if fast[0] == "recency":
+                walk = RecencyWalk(self.columns, shape, budgets, self._entry_bytes)
+            else:
+                knobs = knob_values(eviction.knobs, cells[0].evict_knobs)
+                walk = RankedWalk(self.columns, shape, budgets, self._entry_bytes, knobs, foretold)
         carry = walk.first_carry(len(cells)) if walk is not None else first_carry(shape, len(cells))
         if eviction.prepare is not None:
             assert self.training is not None
@@ -331,7 +340,7 @@ class Replayer:
             ),
             carry=jax.device_put(carry),
             detail=[],
-            foretold=self._foretold(shape, cells, np.array(widths, np.int32)),
+            foretold={} if fast else foretold,
             walk=walk,
         )
 
@@ -345,7 +354,10 @@ class Replayer:
         """What the cells of a group must share to take the faster scan of `recency.py`; empty for those that cannot."""
         steps = {step.policy.stage: step for step in _acting(cell.route)}
         rerank, drop = steps.get("rerank"), steps.get("drop")
-        if self._plain or cell.sequential or "swap" in steps or not is_recency(find_eviction(cell.evict)):
+        eviction = find_eviction(cell.evict)
+        recency = is_recency(eviction)
+        ranked = not recency and follows_router(cell.route) and has_fixed_order(eviction)
+        if self._plain or cell.sequential or "swap" in steps or not (recency or ranked):
             return ()
         if rerank is not None and (not rerank.policy.ordered or rerank.policy.learns):
             return ()
@@ -356,7 +368,9 @@ class Replayer:
             return ()
         if (rerank or drop) and not self.columns.single_rows(k):
             return ()
-        return ("recency", k, resolve_budget(cell.budget, cell.scope, self.trace.header, k).per_layer)
+        per_layer = resolve_budget(cell.budget, cell.scope, self.trace.header, k).per_layer
+        knobs = vars(knob_values(eviction.knobs, cell.evict_knobs))
+        return ("recency", k, per_layer) if recency else ("ranked", k, per_layer, tuple(knobs.items()))
 
     def _learned(self, shape: ProgramShape) -> Tree:
         """What the routing policies of a group learned: one for all its lanes."""

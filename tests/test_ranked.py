@@ -1,0 +1,180 @@
+"""The scan for evictions in a fixed order against the one that holds for every policy, and the reference."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from eviction_cases import assert_evicts_as_reference
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from synthetic import Synthetic, from_batches, generate, make_header
+
+from simlab.cells import build_cells
+from simlab.policy import eviction, find_eviction
+from simlab.replay import ranked_walk
+from simlab.replay.fixed_order import has_fixed_order
+from simlab.replay.ranked_walk import RankedWalk
+from simlab.replay.run import Replayer
+from simlab.trace.store import Trace
+from simlab.types import Cell, EvictionPolicy, Knob
+
+FIXED = ("lfu", "layer_lfu", "belady", "belady_bypass", "weighted_lfu")
+BUDGETS = ["off", "6%", "20%", "45%", "100%"]
+
+
+def resident(replayer: Replayer, cell: int) -> np.ndarray:
+    """bool `[B, E]`: a cell's entries in RAM."""
+    group = next(g for g in replayer.groups if cell in g.indices)
+    return np.asarray(group.carry["resident"])[..., group.indices.index(cell)]
+
+
+def agree(trace: Trace, cells: list[Cell], *, rows_at_once: int) -> Replayer:
+    """Walk both scans side by side and compare caches and counters after every few rows."""
+    fast, plain = Replayer(trace, cells), Replayer(trace, cells, plain=True)
+    assert all(isinstance(group.walk, RankedWalk) for group in fast.groups)
+    assert all(group.walk is None for group in plain.groups)
+    while plain.advance(rows_at_once):
+        assert fast.advance(rows_at_once)
+        assert fast.row == plain.row
+        for cell, (mine, theirs) in enumerate(zip(fast.numbers(), plain.numbers(), strict=True)):
+            assert np.array_equal(resident(fast, cell), resident(plain, cell)), (cells[cell], fast.row)
+            for phase in ("decode", "all"):
+                a, b = vars(getattr(mine, phase)), vars(getattr(theirs, phase))
+                for name, value in b.items():
+                    close = value is not None and name in ("mass_displaced", "score_regret", "agreement")
+                    want = pytest.approx(value, rel=1e-12, abs=1e-15) if close else value
+                    assert a[name] == want, (cells[cell], fast.row, name)
+    assert not fast.advance()
+    return fast
+
+
+@pytest.fixture
+def short_calls(monkeypatch):
+    """Few batches in one call, so that ranks are handed out anew again and again."""
+    monkeypatch.setattr(ranked_walk, "_STEPS", 7)
+
+
+traces = st.builds(
+    lambda sizes, **options: generate(make_header(n_layer=2, n_expert=40, k=3, sizes=sizes), **options),
+    sizes=st.sampled_from([(1000,), (1000, 1500)]),
+    seed=st.integers(0, 2**32 - 1),
+    n_prefill=st.integers(0, 5),
+    n_decode=st.integers(0, 12),
+    n_turns=st.integers(1, 2),
+    throw_away=st.booleans(),
+    grain=st.sampled_from([0.0, 0.7]),
+    last_layer_one_row=st.booleans(),
+)
+
+
+@pytest.mark.slow
+@given(traces)
+@settings(
+    max_examples=6,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+def test_all_fixed_orders_walk_alike(short_calls, tmp_path_factory, trace: Synthetic):
+    written = trace.write(tmp_path_factory.mktemp("t") / "t")
+    agree(written, build_cells(budgets=BUDGETS, evicts=FIXED), rows_at_once=5)
+
+
+@pytest.mark.slow
+def test_narrower_and_wider_routes_walk_alike(tmp_path):
+    """Other widths than the recorded one, per layer and global, more than 32 words of ranks, three entry sizes."""
+    header = make_header(n_layer=3, n_expert=70, k=4, sizes=(700, 900, 1100))
+    trace = generate(header, seed=3, n_prefill=9, n_decode=30, grain=0.4).write(tmp_path / "t")
+    cells = build_cells(budgets=BUDGETS, evicts=["lfu"], routes=["top_k:k=2", "top_k:k=6"])
+    cells += build_cells(budgets=BUDGETS, evicts=["belady"], scope="per_layer")
+    agree(trace, cells, rows_at_once=40)
+
+
+@pytest.mark.slow
+def test_slot_for_slot_as_the_reference(tmp_path):
+    """The counters of a whole run; the plain scan tells the slots, and the residency is compared on the way."""
+    header = make_header(n_layer=2, n_expert=24, k=3, sizes=(900, 1300))
+    trace = generate(header, seed=11, n_prefill=4, n_decode=60, grain=0.5)
+    assert_evicts_as_reference(trace, ["lfu", "belady"], ["15%", "50%"], tmp_path / "t")
+    written = Trace(tmp_path / "t") if (tmp_path / "t").is_dir() else trace.write(tmp_path / "u")
+    agree(written, build_cells(budgets=["15%", "50%"], evicts=["lfu", "belady"]), rows_at_once=1)
+
+
+def test_by_hand(tmp_path):
+    """Three places, LFU: 1, 2, 3 and 4 leave (the sequence of `test_eviction.BY_HAND`)."""
+    sequence = [0, 1, 2, 0, 3, 0, 1, 4, 0, 2, 1]
+    trace = from_batches(make_header(n_layer=1, n_expert=5, k=1), [[e] for e in sequence])
+    replayer = Replayer(trace.write(tmp_path / "t"), build_cells(budgets=["3/layer"], evicts=["lfu"]))
+    told = []
+    while replayer.advance(1):
+        told.append("".join(str(e) for e in np.flatnonzero(resident(replayer, 0)[0])))
+    assert isinstance(replayer.groups[0].walk, RankedWalk)
+    assert told == ["0", "01", "012", "012", "023", "023", "013", "014", "014", "012", "012"]
+    assert replayer.numbers()[0].all.hits == 4
+
+
+def test_it_stops_and_goes_on_from_arrays(tmp_path):
+    trace = generate(make_header(n_layer=2, n_expert=12, k=2), seed=5, n_prefill=3, n_decode=40)
+    trace = trace.write(tmp_path / "t")
+    cells = build_cells(budgets=["20%", "50%"], evicts=["lfu", "belady"])
+    whole, part = Replayer(trace, cells), Replayer(trace, cells)
+    while whole.advance():
+        pass
+    part.advance(33)
+    later = Replayer.from_state(trace, cells, part.state())
+    while later.advance():
+        pass
+    assert later.numbers() == whole.numbers()
+
+
+# -- which policies have a fixed order -----------------------------------------------------------------------
+
+
+def use(xp, state, access, knobs):
+    return {"n": state["n"] + access.first}
+
+
+def use_of_hits(xp, state, access, knobs):
+    return {"n": state["n"] + access.hit}
+
+
+def use_of_rank(xp, state, access, knobs):
+    return {"n": state["n"] + xp.sum(access.first)}
+
+
+def use_unused_hit(xp, state, access, knobs):
+    _ = access.hit & access.first
+    return {"n": xp.where(access.first, state["n"] + 1, state["n"])}
+
+
+def policy(touch, key=lambda xp, state, last_position, batch, knobs: state["n"], **options) -> EvictionPolicy:
+    knobs = {"scale": Knob(2, 1, 9, integer=True)}
+    return eviction(touch=touch, state={"n": 0}, knobs=knobs, **options)(key)
+
+
+@pytest.mark.parametrize(
+    ("declared", "fixed"),
+    [
+        (policy(use), True),
+        (policy(use_unused_hit), True),
+        (policy(use, lambda xp, state, last_position, batch, knobs: state["n"] * knobs.scale), True),
+        (policy(use, lambda xp, state, last_position, batch, knobs: state["expert"], needs={"ids"}), True),
+        (policy(use_of_hits), False),
+        (policy(use_of_rank), False),
+        (policy(use, lambda xp, state, last_position, batch, knobs: state["n"] - batch), False),
+        (policy(use, lambda xp, state, last_position, batch, knobs: xp.cumsum(state["n"])), False),
+        (policy(use, lambda xp, state, last_position, batch, knobs: xp.exp(state["n"])), False),
+        (
+            policy(use, lambda xp, state, last_position, batch, knobs: 1 * state["in_pass"], needs={"pass"}),
+            False,
+        ),
+    ],
+)
+def test_a_fixed_order_is_read_off_the_code(declared, fixed):
+    assert has_fixed_order(declared) is fixed
+
+
+def test_which_shipped_policies_have_one():
+    names = (*FIXED, "lru", "layer_lru")
+    assert all(has_fixed_order(find_eviction(name)) for name in names)
+    assert not any(has_fixed_order(find_eviction(n)) for n in ("random", "fifo", "lookahead", "lfru", "arc"))
