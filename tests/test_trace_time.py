@@ -14,9 +14,8 @@ from synthetic import make_header
 from simlab.cells import build_cells
 from simlab.cli.main import main
 from simlab.errors import InputError
-from simlab.judge.token_time import fit
 from simlab.judge.trace_time import read_latencies, timings_of_trace
-from simlab.judge.trace_time_cells import foretell
+from simlab.judge.trace_time_cells import Foreteller, replay_work
 from simlab.trace.store import Trace, TraceWriter, open_trace
 
 ORIGINAL = Path(__file__).resolve().parent.parent / "traces" / "original.trace"
@@ -143,10 +142,10 @@ def without_read_times(folder: Path) -> Trace:
 def test_cells_foretold_from_bytes_alone(tmp_path, capsys):
     """The recorded cell comes out as it was recorded, and fewer reads are faster by what they take."""
     trace = without_read_times(tmp_path / "t.trace")
-    timings = timings_of_trace(trace)
-    model = fit(timings)
+    teller = Foreteller(trace, None)
+    timings, model = teller.timings, teller.model
     cells = build_cells(budgets=["2cycles"], margins=["0", "0.15"])
-    same, less = foretell(trace, timings, model, cells)
+    same, less = map(teller.foretell, replay_work(trace, cells))
     assert same.spread is None
     assert same.wall_ms == pytest.approx(timings.wall_ms.mean())
     assert same.read_wait_ms == pytest.approx(timings.exposed_ms.mean())
@@ -166,8 +165,10 @@ def test_cells_foretold_from_bytes_alone(tmp_path, capsys):
     assert main(words) == 0
     assert "from bytes alone" in capsys.readouterr().out
     # A training part ages the run but is not foretold.
-    cold = dataclasses.replace(model, warm_up=100.0, warm_up_tokens=50.0)
-    found, slower = (foretell(trace, timings, m, cells[:1], train="50%")[0] for m in (model, cold))
+    (part,) = replay_work(trace, cells[:1], train="50%")
+    found = teller.foretell(part)
+    teller.model = dataclasses.replace(model, warm_up=100.0, warm_up_tokens=50.0)
+    slower = teller.foretell(part)
     n = found.numbers.decode.tokens
     assert 100 < n < timings.n
     ages = np.arange(timings.n - n, timings.n)

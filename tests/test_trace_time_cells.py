@@ -29,7 +29,8 @@ def costs(**other) -> Costs:
     reads = ReadModel(Latencies({4096: {1: 1000.0}}), 1, (Slices(1, 0, 4096.0),) * 2, 0.0, 1.0, 0.0)
     given = {
         "work": TokenWork(np.array([3, 4, 5, 6]), misses, np.array([2, 2, 0, 4])),
-        "wall": 1.1 * (12 + misses.sum(axis=1)), "wait": misses.sum(axis=1).astype(float), "management": np.full(4, 2.0), "compute": np.full(4, 10.0),
+        "wall": 1.1 * (12 + misses.sum(axis=1)), "wait": misses.sum(axis=1).astype(float),
+        "management": np.full(4, 2.0), "compute": np.full(4, 10.0),
         "reads": reads, "management_per_move": 0.5, "compute_per_miss": 0.25, "drift": 0.05,
     }  # fmt: skip
     return Costs(**{**given, **other})
@@ -92,10 +93,12 @@ def test_a_trace_foretells_itself(capsys):
     found = fit_costs(trace, timings)
     assert found is not None
     cells = build_cells(budgets=["2cycles"], margins=["0", "0.15"])
-    (first, same, tokens), (second, less, _) = replay_work(trace, cells)
+    (first, same, tokens, _), (second, less, _, described) = replay_work(trace, cells, features=True)
     for name in ("graph", "misses", "evictions"):
         np.testing.assert_array_equal(getattr(same, name), getattr(found.work, name))
     assert tokens["read_bytes"].sum() == trace.tokens.filter(phase=1).collect()["read_bytes"].sum()
+    assert described is not None
+    assert described["mass"].item() == pytest.approx(second.decode.mass_displaced)
     assert less.misses.sum() == second.decode.misses < first.decode.misses
     itself, faster = by_costs(found, first, same, 0.0), by_costs(found, second, less, 0.0)
     assert itself.wall_ms == pytest.approx(timings.wall_ms.mean(), rel=0.02)

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from simlab.cli import about, analysis, bench, fidelity, gates, live, replays, report, scores, times, traces
+from simlab.cli import about, analysis, bench, fidelity, gates, live, pick, replays, report, scores, times, traces
 from simlab.errors import InputError, SimlabError, SimlabWarning
 
 _INTERRUPTED = 130
@@ -49,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     _add_debug(parser)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
-    for group in (live, scores, fidelity, gates, bench, traces, replays, analysis, times, report, about):
+    for group in (live, scores, fidelity, gates, bench, traces, replays, analysis, times, pick, report, about):
         group.add_commands(commands)
     for command in commands.choices.values():
         command.allow_abbrev = False

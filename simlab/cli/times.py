@@ -109,9 +109,7 @@ def _of_trace(args: argparse.Namespace) -> _Found:
     from simlab.judge.quality import recorded_cell
     from simlab.judge.time_check import check_time
     from simlab.judge.trace_time import read_latencies, timings_of_trace
-    from simlab.judge.trace_time_cells import foretell
-    from simlab.judge.trace_time_policy import rehearsal
-    from simlab.replay.training import load_training
+    from simlab.judge.trace_time_cells import Foreteller, replay_work
     from simlab.trace.store import open_trace
 
     trace = open_trace(args.source)
@@ -136,13 +134,12 @@ def _of_trace(args: argparse.Namespace) -> _Found:
                 **engine_options(args),
             )  # fmt: skip
         return dataclasses.replace(found, live=live)
-    training = load_training(args.train, trace.header) if args.train is not None else None
     recorded = recorded_cell(trace.header) if trace.header.engine == "simlab" else None
-    rehearsed = rehearsal(trace, recorded, training) if recorded is not None else None
+    teller = Foreteller(trace, recorded, train=args.train, timings=timings)
     with Progress("time") as progress:
-        foretold = foretell(
-            trace, timings, check.model, cells, train=args.train, rehearsed=rehearsed, progress=progress
-        )
+        foretold = [
+            teller.foretell(r) for r in replay_work(trace, cells, train=args.train, progress=progress)
+        ]
     return dataclasses.replace(found, foretold=foretold)
 
 
@@ -179,6 +176,7 @@ def _live_json(check: LiveCheck) -> dict[str, Any]:
         return _fields(run) | {
             "from_trace": _foretold_json(run.from_trace),
             "today": _foretold_json(run.today),
+            "live": cell_to_json(run.live),
             "constant": [interval._asdict() for interval in run.constant],
             "inside": {name: run.inside(i) for i, name in enumerate(METHODS)},
         }

@@ -30,14 +30,20 @@ def pick_along(numbers: Sequence[CellNumbers], n: int) -> list[int]:
     spread over what one pays as well as over what one gets.
     """
     front = trade_off_front(numbers)
-    if len(front) <= n:
-        return front
     points = np.array(
         [[numbers[i].decode.misses, numbers[i].decode.mass_displaced] for i in front], dtype=np.float64
     )
+    return [front[c] for c in evenly_along(points, n)]
+
+
+def evenly_along(points: np.ndarray, n: int) -> list[int]:
+    """Indices of up to n points of a line `[points, 2]`: both ends, and evenly in between.
+
+    Each axis is scaled to its span.
+    """
+    if len(points) <= n:
+        return list(range(len(points)))
     span = np.ptp(points, axis=0)
     steps = np.abs(np.diff(points, axis=0)) / np.where(span > 0, span, 1)
     along = np.concatenate([[0.0], np.cumsum(np.hypot(steps[:, 0], steps[:, 1]))])
-    wanted = np.linspace(0.0, along[-1], n)
-    chosen = {int(np.abs(along - w).argmin()) for w in wanted}
-    return [front[c] for c in sorted(chosen)]
+    return sorted({int(np.abs(along - w).argmin()) for w in np.linspace(0.0, along[-1], n)})

@@ -23,18 +23,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 
 from simlab.errors import InputError
+from simlab.judge.measure import measure
 from simlab.judge.stats import LEVEL, Coverage, Interval, coverage
 from simlab.judge.time_live import run_interleaved
 from simlab.judge.token_time import Floats, Timings
 from simlab.judge.trace_time import timings_of_trace
-from simlab.judge.trace_time_cells import Costs, Foretold, TokenWork, by_costs, fit_costs, replay_work
-from simlab.judge.trace_time_policy import rehearsal
+from simlab.judge.trace_time_cells import Costs, Foreteller, Foretold, TokenWork, by_costs, replay_work
 from simlab.judge.trace_time_reads import capped
-from simlab.replay.training import load_training
 from simlab.trace.store import Trace
-from simlab.types import Cell, CellNumbers
+from simlab.types import DECODE, THROW_AWAY_TURN, Cell, CellNumbers
 
 WARM_UP_TOKENS = 16
 """Decode tokens at the start of every run that are left out, at most a quarter of them."""
@@ -53,6 +53,10 @@ class CheckedRun:
     constant: tuple[Interval, Interval]
     """Of one width for all cells, about the first and the second prediction; NaN without other cells."""
     live_parts_ms: dict[str, float]
+    live: CellNumbers
+    """All of its decode tokens, the first ones too."""
+    delta_nll: float | None
+    """Mean loss less that of the recorded cell in the same group, nats per token; null where no loss is known."""
     machine: dict[str, float | None]
 
     def inside(self, method: int) -> bool:
@@ -124,25 +128,23 @@ def check_cells(
     """
     say = progress or (lambda _share: None)
     train = options.get("train")
-    timings = timings_of_trace(trace)
-    costs = fit_costs(trace, timings)
+    teller = Foreteller(trace, recorded, train=train)
+    costs = teller.costs
     if costs is None:
         raise InputError(
             f"{trace.path}: has no time of every read, miss and eviction, so it cannot be checked live; record it with "
             "simlab record"
         )
-    training = load_training(train, trace.header) if train is not None else None
-    rehearsed = rehearsal(trace, recorded, training)
     warm_up = min(WARM_UP_TOKENS, len(costs.work.graph) // 4)
     replayed = [
-        (numbers, work.after(warm_up), rehearsed.extra_ms(numbers.cell) if rehearsed is not None else None)
-        for numbers, work, _ in replay_work(trace, cells, train=train, progress=lambda s: say(0.3 * s))
+        (r.numbers, r.work.after(warm_up), teller.policy_ms(r.numbers.cell))
+        for r in replay_work(trace, cells, train=train, progress=lambda s: say(0.3 * s))
     ]
     from_trace = [by_costs(costs, *one) for one in replayed]
     runs: list[CheckedRun] = []
     references: list[float] = []
     with tempfile.TemporaryDirectory(prefix="simlab-live-") as folder:
-        today = costs
+        today, losses = costs, None
         for live in run_interleaved(
             trace, recorded, cells, model, Path(folder), repeats=repeats,
             progress=lambda s: say(0.3 + 0.7 * s), **options,
@@ -151,13 +153,14 @@ def check_cells(
             tok_s = 1e3 / float(found.wall_ms[warm_up:].mean())
             if live.cell < 0:
                 references.append(tok_s)
-                today = at_speed(costs, found)
+                today, losses = at_speed(costs, found), _losses(live.trace)
                 continue
             runs.append(
                 CheckedRun(
                     live.cell, live.group, tok_s, from_trace[live.cell],
                     by_costs(today, *replayed[live.cell]), (_NOWHERE, _NOWHERE),
-                    _live_parts(found, warm_up), live.machine,
+                    _live_parts(found, warm_up), measure(live.trace, cells[live.cell]),
+                    _difference(losses, _losses(live.trace)), live.machine,
                 )
             )  # fmt: skip
     numbers = [one[0] for one in replayed]
@@ -165,11 +168,27 @@ def check_cells(
     inert = [_inert(past, work, cell) for (_, work, _), cell in zip(replayed, cells, strict=True)]
     return LiveCheck(
         cells, numbers, inert, _with_constant(runs, inert), warm_up, references,
-        1e3 / float(timings.wall_ms[warm_up:].mean()),
+        1e3 / float(costs.wall[warm_up:].mean()),
     )  # fmt: skip
 
 
 _NOWHERE = Interval(math.nan, math.nan)
+
+
+def _losses(trace: Trace) -> np.ndarray:
+    """nll of every decoded token, in order, NaN where it is not known."""
+    decode = (pl.col("phase") == DECODE) & (pl.col("turn") != THROW_AWAY_TURN)
+    found = trace.collect("tokens", trace.tokens.filter(decode).sort("graph").select("nll"))
+    return found["nll"].fill_null(math.nan).to_numpy()
+
+
+def _difference(reference: np.ndarray | None, losses: np.ndarray) -> float | None:
+    """Mean of the differences that are known; None without any."""
+    if reference is None:
+        return None
+    both = losses - reference
+    known = both[np.isfinite(both)]
+    return float(known.mean()) if len(known) else None
 
 
 def _live_parts(found: Timings, warm_up: int) -> dict[str, float]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from simlab.cells import effective_k, resolve_budget
+from simlab.errors import InputError
 from simlab.judge.validate import planned_graphs
 from simlab.record.engine import Engine
 from simlab.record.machine import available_memory_bytes
@@ -111,6 +112,11 @@ def run_interleaved(
                 asked = reference if cell < 0 else cells[cell]
                 k = effective_k(asked.route, trace.header) if asked.route.step("width") else None
                 engine = stack.enter_context(Engine(model, top_k=k, **options))
+                if engine.gguf.path.name != trace.header.model:
+                    raise InputError(
+                        f"{trace.path}: was recorded with {trace.header.model}, not {engine.gguf.path.name}; name that "
+                        "model"
+                    )
                 runs.append(LiveRun(engine, graphs, asked, folder / f"{group}-{cell + 1}.trace"))
             for turn in range(-(-len(graphs) // TURN_TOKENS)):
                 for run in runs if turn % 2 == 0 else reversed(runs):

@@ -20,15 +20,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
 from scipy import optimize, stats
 
 from simlab.cells import MIB
+from simlab.errors import InputError
+from simlab.judge.quality_features import features_of_replay
 from simlab.judge.stats import LEVEL, Interval, block_bootstrap_mean, standard_error
-from simlab.judge.token_time import Floats, TimeModel, Timings
-from simlab.judge.trace_time_policy import Rehearsal
+from simlab.judge.token_time import Floats, TimeModel, Timings, fit
+from simlab.judge.trace_time import timings_of_trace
+from simlab.judge.trace_time_policy import rehearsal
 from simlab.judge.trace_time_reads import (
     ReadModel,
     by_token,
@@ -40,6 +44,7 @@ from simlab.judge.trace_time_reads import (
 )
 from simlab.replay.run import Replayer
 from simlab.replay.slots import row_table
+from simlab.replay.training import load_training
 from simlab.trace.store import Trace
 from simlab.types import DECODE, THROW_AWAY_TURN, Cell, CellNumbers
 
@@ -224,34 +229,47 @@ def _drift(costs: Costs) -> float:
     return float(stretches.std(ddof=2 if n > 2 else 1))
 
 
-def foretell(
-    trace: Trace,
-    timings: Timings,
-    model: TimeModel,
-    cells: Sequence[Cell],
-    *,
-    train: str | None = None,
-    rehearsed: Rehearsal | None = None,
-    progress: Callable[[float], None] | None = None,
-) -> list[Foretold]:
-    """Replay cells and put their tokens through what is known of the recorded ones.
+class Foreteller:
+    """Foretells the speed of cells from one trace.
 
     Args:
-        model: of `token_time`, for a trace without read timings.
-        rehearsed: of `trace_time_policy.rehearsal`; None: policies take the time of the recorded one.
+        recorded: the cell the trace was recorded under; None where that is not known: policies then take the time of
+            the recorded one.
+        train: what policies learn from, as `--train` takes it.
+        timings: the trace's, where they are at hand.
 
     Raises:
-        InputError: as `simlab.replay.run.replay`.
+        InputError: the trace has no token times, or its tables cannot be read.
     """
-    costs = fit_costs(trace, timings)
-    found: list[Foretold] = []
-    for numbers, work, tokens in replay_work(trace, cells, train=train, progress=progress):
-        if costs is None:
-            found.append(_by_bytes(timings, model, numbers, tokens))
-            continue
-        policy_ms = rehearsed.extra_ms(numbers.cell) if rehearsed is not None else None
-        found.append(by_costs(costs, numbers, work, policy_ms))
-    return found
+
+    def __init__(
+        self, trace: Trace, recorded: Cell | None, *, train: str | None = None, timings: Timings | None = None
+    ) -> None:
+        self.timings = timings_of_trace(trace) if timings is None else timings
+        self.model = fit(self.timings)
+        self.costs = fit_costs(trace, self.timings)
+        training = load_training(train, trace.header) if train is not None and not _own_part(train) else None
+        self._rehearsed = rehearsal(trace, recorded, training) if recorded is not None else None
+
+    def policy_ms(self, cell: Cell) -> float | None:
+        """ms per token that the cell's own code takes beyond the recorded cell's; None where that is not known."""
+        if self._rehearsed is None:
+            return None
+        try:
+            return self._rehearsed.extra_ms(cell)
+        except InputError:
+            # Only a replay can run it: it knows the future, or learns from a part of this very trace.
+            return None
+
+    def foretell(self, replayed: Replayed) -> Foretold:
+        """The speed of a cell that was replayed from the same trace."""
+        if self.costs is None:
+            return _by_bytes(self.timings, self.model, replayed.numbers, replayed.tokens)
+        return by_costs(self.costs, replayed.numbers, replayed.work, self.policy_ms(replayed.numbers.cell))
+
+
+def _own_part(train: str) -> bool:
+    return train == "same" or train.endswith("%")
 
 
 def by_costs(
@@ -283,14 +301,30 @@ def by_costs(
     )
 
 
+class Replayed(NamedTuple):
+    """A cell as it was replayed."""
+
+    numbers: CellNumbers
+    work: TokenWork
+    tokens: pl.DataFrame
+    """`graph`, `read_bytes` and `age` of its counted decode tokens, in order."""
+    features: pl.DataFrame | None
+    """A row of `quality_features.features_of`, where it was asked for."""
+
+
 def replay_work(
     trace: Trace,
     cells: Sequence[Cell],
     *,
     train: str | None = None,
+    features: bool = False,
     progress: Callable[[float], None] | None = None,
-) -> Iterator[tuple[CellNumbers, TokenWork, pl.DataFrame]]:
-    """Replay cells, some at a time; yields of each its numbers, its work, and `read_bytes` and `age` of its tokens."""
+) -> Iterator[Replayed]:
+    """Replay cells, some at a time.
+
+    Raises:
+        InputError: as `simlab.replay.run.replay`; `features`, and the trace carries no scores.
+    """
     at_once = max(1, _DETAIL_BYTES // max(1, trace.n_rows * trace.width * _SLOT_BYTES))
     for start in range(0, len(cells), at_once):
         replayer = Replayer(trace, cells[start : start + at_once], detail=True, train=train)
@@ -299,19 +333,18 @@ def replay_work(
                 share = replayer.row / max(replayer.columns.n_rows, 1)
                 progress((start + share * len(replayer.cells)) / len(cells))
         numbers = replayer.numbers()
+        described = features_of_replay(replayer) if features else None
         for i in range(len(replayer.cells)):
             rows = row_table(replayer, i).filter(
                 (pl.col("phase") == DECODE) & (pl.col("turn") != THROW_AWAY_TURN)
             )
             tokens = _tokens(rows)
             rows = rows.filter(pl.col("graph").is_in(tokens["graph"].implode()))
-            graph, misses = by_token(
-                rows["graph"].to_numpy(), rows["layer"].to_numpy(), rows["misses"].to_numpy(), trace.header
-            )
-            _, evictions = by_token(
-                rows["graph"].to_numpy(), rows["layer"].to_numpy(), rows["evictions"].to_numpy(), trace.header
-            )
-            yield numbers[i], TokenWork(graph, misses, evictions.sum(axis=1)), tokens
+            of_rows = (rows["graph"].to_numpy(), rows["layer"].to_numpy())
+            graph, misses = by_token(*of_rows, rows["misses"].to_numpy(), trace.header)
+            _, evictions = by_token(*of_rows, rows["evictions"].to_numpy(), trace.header)
+            work = TokenWork(graph, misses, evictions.sum(axis=1))
+            yield Replayed(numbers[i], work, tokens, None if described is None else described[i])
 
 
 def _tokens(rows: pl.DataFrame) -> pl.DataFrame:
