@@ -42,7 +42,16 @@ def run(numbers, cell: int, live: float, told: float, half: float) -> CheckedRun
     today = foretold(numbers, told, told - half, told + half)
     nowhere = Interval(math.nan, math.nan)
     return CheckedRun(
-        cell, 0, live, foretold(numbers, told + 50, told, told + 100), today, (nowhere, nowhere), {}, {}
+        cell,
+        0,
+        live,
+        foretold(numbers, told + 50, told, told + 100),
+        today,
+        (nowhere, nowhere),
+        {},
+        numbers,
+        None,
+        {},
     )
 
 
@@ -64,7 +73,15 @@ def test_at_speed_by_hand(numbers):
     assert (none.compute_ms, none.management_ms, none.read_wait_ms) == pytest.approx((19, 1.5, 0), rel=0.05)
     # The spread is that of the live run: one token far off makes all of it wider.
     shaken = Timings(
-        "serial", np.arange(4.0), misses, live.wall_ms + np.array([0, 0, 30, 0]), misses / 2, two, twenty, None, 0
+        "serial",
+        np.arange(4.0),
+        misses,
+        live.wall_ms + np.array([0, 0, 30, 0]),
+        misses / 2,
+        two,
+        twenty,
+        None,
+        0,
     )
     assert at_speed(own, shaken).spread(own.work, 0.0).chance > 3 * today.spread(own.work, 0.0).chance
 
