@@ -1,4 +1,4 @@
-"""`fidelity`: how far replays are off, level by level."""
+"""`fidelity` and `quality`: how far replays are off, and what cells cost, both against live runs of a grid."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 from simlab.cli.options import (
     add_cell_options,
     add_engine_options,
+    add_force,
     add_json,
     add_model,
     cells_from_args,
+    check_output,
     engine_options,
     warn_about_cells,
     whole_number,
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 BUDGETS = ("1.2cycles", "2cycles", "4cycles")
 MARGINS = ("0", "0.05", "0.1", "0.15", "0.2", "0.3", "0.6")
 DROPS = ("0.5", "0.75", "1")
+CALIBRATED = (0.15, 0.3, 0.6)
 TOKENS = 2048
 """Of each text, where nothing else is asked for."""
 LEGEND = (
@@ -73,6 +76,35 @@ def add_commands(commands: Any) -> None:
     add_json(parser)
     parser.set_defaults(run=_fidelity)
 
+    parser = commands.add_parser(
+        "quality",
+        help="fit what cells cost in nll from a few live margins",
+        description="Run texts live under each cell, fit the rise in nll on a few margins from what a replay knows, "
+        "and print how well every form of that law foretells texts, margins, budgets and policies left out.",
+    )
+    add_model(parser)
+    add_text_options(parser)
+    parser.add_argument(
+        "--calibrate",
+        type=_margins,
+        default=CALIBRATED,
+        metavar="L,..",
+        help=f"margins that laws are fitted on (default {','.join(f'{m:g}' for m in CALIBRATED)})",
+    )
+    parser.add_argument(
+        "--form", metavar="FORM", help="the form of the law to keep (left out: the best known)"
+    )
+    parser.add_argument("--out", metavar="LAW.json", help="write the law fitted on all texts")
+    add_force(parser)
+    add_cell_options(
+        parser,
+        lists=True,
+        default_budget=f"{','.join(BUDGETS)}; without a policy, margins {','.join(MARGINS[1:])}",
+    )
+    add_engine_options(parser)
+    add_json(parser)
+    parser.set_defaults(run=_quality)
+
 
 def add_text_options(parser: argparse.ArgumentParser) -> None:
     """`--text`, `--tokens`, `--stretches` and `--keep`: which texts to run, and where their recordings stay."""
@@ -96,10 +128,21 @@ def add_text_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def grid_cells(args: argparse.Namespace) -> list[Any]:
-    """The cells of a command line; without policy options, the default margins and drops."""
+def _margins(text: str) -> tuple[float, ...]:
+    """`--calibrate`: margins, each above 0 and at most 1."""
+    try:
+        values = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a list of margins") from None
+    if not all(0 < value <= 1 for value in values):
+        raise argparse.ArgumentTypeError(f"'{text}': margins to fit on must lie above 0 and be at most 1")
+    return values
+
+
+def grid_cells(args: argparse.Namespace, default_routes: Sequence[str]) -> list[Any]:
+    """The cells of a command line; without policy options, the default routes."""
     if not (args.route or args.margin or args.drop or args.top_k):
-        args.route = [f"substitute:L={m}" for m in MARGINS] + [f"drop_cold:F={f}" for f in DROPS]
+        args.route = list(default_routes)
     args.budget = args.budget or list(BUDGETS)
     return cells_from_args(args)
 
@@ -128,7 +171,8 @@ def _fidelity(args: argparse.Namespace) -> None:
     from simlab.judge.fidelity_runs import RunStore, read_texts
     from simlab.judge.scoring import Engines
 
-    cells, recorded = grid_cells(args), recorded_cells(args.recorded, args)
+    routes = [f"substitute:L={m}" for m in MARGINS] + [f"drop_cold:F={f}" for f in DROPS]
+    cells, recorded = grid_cells(args, routes), recorded_cells(args.recorded, args)
     with ExitStack() as stack:
         folder = keep_folder(args.keep, stack)
         engines = stack.enter_context(Engines(args.model, engine_options(args)))
@@ -152,6 +196,38 @@ def _fidelity(args: argparse.Namespace) -> None:
     if args.by is not None:
         print(f"\nby {args.by}\n" + _parts_table([row for row in rows if kinds[args.by](row)]))
     print("\n" + LEGEND)
+
+
+def _quality(args: argparse.Namespace) -> None:
+    from simlab.cli.output import Progress, print_json, say_written, write_whole
+    from simlab.judge.fidelity_runs import RunStore, read_texts
+    from simlab.judge.quality import DEFAULT_FORM, FORMS
+    from simlab.judge.quality_runs import judge, live_runs, without_budget
+    from simlab.judge.quality_text import quality_json, quality_text
+    from simlab.judge.scoring import Engines
+
+    out = check_output(args.out, "--out", args.force, (".json",)) if args.out is not None else None
+    form = args.form or DEFAULT_FORM
+    if form not in FORMS:
+        raise InputError(f"--form {form}: there are {'; '.join(FORMS)}")
+    cells = grid_cells(args, [f"substitute:L={m}" for m in MARGINS[1:]])
+    with ExitStack() as stack:
+        folder = keep_folder(args.keep, stack)
+        engines = stack.enter_context(Engines(args.model, engine_options(args)))
+        texts = read_texts(engines, args.text, args.tokens, args.stretches)
+        warn_about_cells(cells, engines.get().header())
+        progress = stack.enter_context(Progress("quality"))
+        runs = live_runs(texts, cells, RunStore(folder, engines), progress)
+    found = judge(runs, args.calibrate, args.budget, form)
+    several = len(texts) > 1 and len(args.budget) > 1
+    apart = without_budget(runs, args.calibrate, args.budget) if several else []
+    if out is not None:
+        write_whole(out, found.model.save)
+        say_written(out)
+    if args.json:
+        print_json(quality_json(found, apart))
+    else:
+        print(quality_text(found, apart))
 
 
 def keep_folder(keep: str | None, stack: ExitStack) -> Path:
@@ -207,8 +283,9 @@ def _off_words(off: Off, form: str) -> list[str]:
 
 
 def _words(row: FidelityRow) -> list[str]:
-    knobs = ",".join(f"{name}={value:g}" for name, value in row.cell.route.knobs.items())
-    return [row.compared, f"{row.budget_cycles:.1f}", row.cell.route.name + (f":{knobs}" if knobs else "")]
+    from simlab.charts.words import route_label
+
+    return [row.compared, f"{row.budget_cycles:.1f}", route_label(row.cell)]
 
 
 def _table(rows: Sequence[FidelityRow]) -> str:
