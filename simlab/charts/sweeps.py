@@ -262,7 +262,7 @@ def tradeoff_chart(
         .encode(x=x, y=y, text="pick:N")
     )
     return finished(
-        layered(lines, points, *([circles, names] if ringed else [])),
+        layered(lines, points, *[circles, names][: min(len(ringed), 2)]),
         "Flash reads against router mass displaced",
         subtitle(numbers) + few + (f"; ringed: {rings}" if ringed else ""),
     )
@@ -298,7 +298,9 @@ def price_chart(priced: Sequence[Comparison], *, chosen: float | None = None) ->
         alt.Tooltip("high:Q", title="to", format=".3~r"),
     ]
     chart = alt.Chart(data(rows))
-    bars = alt.Chart(data([r for r in rows if r["low"] is not None])).mark_rule(color=BLUE, opacity=0.5)
+    bars = alt.Chart(data([r for r in rows if r["low"] is not None])).mark_rule(
+        color=BLUE, opacity=0.6, strokeWidth=2
+    )
     lines = chart.mark_line(strokeWidth=1.5, color=BLUE).encode(x=x, y=y, order="margin:Q")
     points = chart.mark_circle(size=60, opacity=1, color=BLUE).encode(x=x, y=y, tooltip=tooltip)
     names = chart.mark_text(align="left", dx=8, dy=-8, color=BLUE).encode(x=x, y=y, text="route:N")

@@ -92,8 +92,9 @@ def layered(*charts: alt.Chart) -> alt.LayerChart:
 
 
 def finished(chart: Shaped, title: str, subtitle: str, width: int = WIDTH, height: int = HEIGHT) -> Shaped:
-    """The chart at its size, with title and subtitle."""
-    return chart.properties(width=width, height=height, title=alt.Title(title, subtitle=subtitle))
+    """The chart at its size, with title and subtitle; a screen reader is told the title."""
+    titled = alt.Title(title, subtitle=subtitle)
+    return chart.properties(width=width, height=height, title=titled, description=title)
 
 
 def by_size(field: str, rows: Sequence[Mapping[str, Any]]) -> alt.Color:

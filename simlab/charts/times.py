@@ -47,6 +47,7 @@ def read_size_chart(reads: pl.DataFrame, io_mode: str | None) -> alt.Chart:
         {
             "size": sizes[r["window_bytes"]],
             "lane": f"lane {r['lane']}",
+            "place": r["lane"],
             "reads": r["reads"],
             "mib": r["mib"],
             "median_us": r["median_us"],
@@ -67,7 +68,7 @@ def read_size_chart(reads: pl.DataFrame, io_mode: str | None) -> alt.Chart:
             color=alt.Color("lane:N")
             .scale(domain=lanes, range=colours)
             .legend(alt.Legend(title=None, orient="top")),
-            order=alt.Order("lane:N"),
+            order=alt.Order("place:Q"),
             tooltip=[
                 alt.Tooltip("size:N", title="Size"),
                 alt.Tooltip("lane:N", title="Reader thread"),
