@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,8 +24,7 @@ from simlab.cli.options import (
 from simlab.errors import InputError
 
 if TYPE_CHECKING:
-    from simlab.judge.fidelity import Off
-    from simlab.judge.fidelity_grid import FidelityRow
+    pass
 
 BUDGETS = ("1.2cycles", "2cycles", "4cycles")
 MARGINS = ("0", "0.05", "0.1", "0.15", "0.2", "0.3", "0.6")
@@ -34,11 +32,11 @@ DROPS = ("0.5", "0.75", "1")
 CALIBRATED = (0.15, 0.3, 0.6)
 TOKENS = 2048
 """Of each text, where nothing else is asked for."""
-LEGEND = (
-    "L1: a replay of the text's recording under the original routing, simulated. L2: live, the same tokens forced.\n"
-    "L3: live, the model writes; the replay beside it is of what it wrote under the original routing. set: a replay\n"
-    "on scores from between recordings (--recorded). Errors are replay minus live, decode only, with 95 % intervals\n"
-    "over blocks of 32 tokens."
+
+
+LEVELS = (
+    "L1: a replay of the text's recording under the original routing. L2: live, the same tokens forced. L3: live, the "
+    "model writes."
 )
 
 
@@ -49,7 +47,7 @@ def add_commands(commands: Any) -> None:
         help="how far replays are off from live runs",
         description="Run texts live under each cell, replay the same cells from a recording of the original routing, "
         "and print the signed errors of the replay.",
-        epilog=LEGEND,
+        epilog=LEVELS,
     )
     add_model(parser)
     add_text_options(parser)
@@ -169,6 +167,7 @@ def _fidelity(args: argparse.Namespace) -> None:
     from simlab.cli.output import Progress, print_json
     from simlab.judge.fidelity_grid import Plan, run
     from simlab.judge.fidelity_runs import RunStore, read_texts
+    from simlab.judge.fidelity_text import fidelity_json, fidelity_text
     from simlab.judge.scoring import Engines
 
     routes = [f"substitute:L={m}" for m in MARGINS] + [f"drop_cold:F={f}" for f in DROPS]
@@ -180,22 +179,20 @@ def _fidelity(args: argparse.Namespace) -> None:
         warn_about_cells([*cells, *recorded], engines.get().header())
         progress = stack.enter_context(Progress("fidelity"))
         plan = Plan(texts, cells, recorded, args.free)
-        rows = run(plan, RunStore(folder, engines), progress)
+        store = RunStore(folder, engines)
+        rows = run(plan, store, progress)
+        of_speed = []
+        if args.speed is not None:
+            from simlab.judge.fidelity_speed import speeds
+
+            fast = stack.enter_context(Progress("speeds"))
+            of_speed = speeds(texts, cells, store, args.speed, args.model, fast, **engine_options(args))
     if args.json:
-        print_json([_json(row) for row in rows])
+        print_json(fidelity_json(rows, of_speed))
         return
-    print(
-        f"{len(texts)} texts, {sum(len(t.tokens) for t in texts):,} tokens: {', '.join(t.name for t in texts)}"
-    )
-    print("\n" + _table(rows))
-    kinds: dict[str, Callable[[FidelityRow], bool]] = {
-        "text": lambda row: row.text is not None,
-        "layer": lambda row: row.part.startswith("layer"),
-        "position": lambda row: row.part.startswith("tokens"),
-    }
-    if args.by is not None:
-        print(f"\nby {args.by}\n" + _parts_table([row for row in rows if kinds[args.by](row)]))
-    print("\n" + LEGEND)
+    names = ", ".join(text.name for text in texts)
+    print(f"{len(texts)} texts, {sum(len(text.tokens) for text in texts):,} tokens: {names}\n")
+    print(fidelity_text(rows, of_speed, args.by))
 
 
 def _quality(args: argparse.Namespace) -> None:
@@ -240,92 +237,3 @@ def keep_folder(keep: str | None, stack: ExitStack) -> Path:
     except OSError as error:
         raise InputError(f"--keep {keep}: {error.strerror}") from error
     return folder
-
-
-def _json(row: FidelityRow) -> dict[str, Any]:
-    cell = row.cell
-
-    def off(value: Off) -> dict[str, Any]:
-        return {
-            "replay": value.replay,
-            "live": value.live,
-            "error": value.error,
-            "interval": list(value.interval),
-        }
-
-    return {
-        "compared": row.compared,
-        "route": cell.route.name,
-        "knobs": dict(cell.route.knobs),
-        "margin": cell.margin,
-        "drop": cell.drop,
-        "evict": cell.evict,
-        "scope": cell.scope,
-        "budget_cycles": row.budget_cycles,
-        "text": row.text,
-        "part": row.part,
-        "miss_rate_points": off(row.errors.miss_rate),
-        "mib_per_token_percent": off(row.errors.mib_per_token),
-        "substituted_points": off(row.errors.substituted),
-        "dropped_points": off(row.errors.dropped),
-    }
-
-
-def _number(value: float, form: str) -> str:
-    return format(value, form) if math.isfinite(value) else "-"
-
-
-def _off_words(off: Off, form: str) -> list[str]:
-    if not math.isfinite(off.error):
-        return [_number(off.replay, form), _number(off.live, form), "-"]
-    interval = f"[{_number(off.interval.low, '+.2f')}, {_number(off.interval.high, '+.2f')}]"
-    return [_number(off.replay, form), _number(off.live, form), f"{off.error:+.2f} {interval}"]
-
-
-def _words(row: FidelityRow) -> list[str]:
-    from simlab.charts.words import route_label
-
-    return [row.compared, f"{row.budget_cycles:.1f}", route_label(row.cell)]
-
-
-def _table(rows: Sequence[FidelityRow]) -> str:
-    """A line per cell: all texts together, and the text it is furthest off on."""
-    from simlab.cli.output import align
-
-    lines = [["compared", "cycles", "route", "miss % replay", "live", "error, points", "worst text",
-              "MiB/token replay", "live", "error, %", "worst text", "subst. % replay", "live", "error, points",
-              "dropped, points"]]  # fmt: skip
-    whole = [row for row in rows if row.text is None and row.part == "all"]
-    for row in whole:
-        same = [
-            r.errors for r in rows if r.text is not None and r.compared == row.compared and r.cell == row.cell
-        ]
-
-        def worst(name: str, same: Sequence[Any] = same) -> str:
-            found = [getattr(e, name).error for e in same if math.isfinite(getattr(e, name).error)]
-            return f"{max(found, key=abs):+.2f}" if found else "-"
-
-        e = row.errors
-        lines.append(
-            [
-                *_words(row),
-                *_off_words(e.miss_rate, ".2f"),
-                worst("miss_rate"),
-                *_off_words(e.mib_per_token, ".3f"),
-                worst("mib_per_token"),
-                *_off_words(e.substituted, ".2f"),
-                _number(e.dropped.error, "+.2f"),
-            ]
-        )
-    return align(lines)
-
-
-def _parts_table(rows: Sequence[FidelityRow]) -> str:
-    from simlab.cli.output import align
-
-    lines = [["compared", "cycles", "route", "part", "miss %, points", "MiB/token, %", "subst. %, points"]]
-    for row in rows:
-        e = row.errors
-        errors = [_off_words(off, ".2f")[2] for off in (e.miss_rate, e.mib_per_token, e.substituted)]
-        lines.append([*_words(row), row.text or row.part, *errors])
-    return align(lines)
