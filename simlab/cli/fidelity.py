@@ -60,6 +60,12 @@ def add_commands(commands: Any) -> None:
     )
     parser.add_argument("--free", action="store_true", help="also let the model write by itself (L3)")
     parser.add_argument(
+        "--speed",
+        type=whole_number(1),
+        metavar="N",
+        help="also foretell tokens/s and check them, N live runs of each cell in turns with the original routing",
+    )
+    parser.add_argument(
         "--by",
         choices=("text", "layer", "position"),
         help="also print errors by text, layer or stretch of the text",
