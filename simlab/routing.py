@@ -7,7 +7,7 @@ Rules: engine-semantics, sections 1 and 2.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -235,6 +235,7 @@ def rerank(
     armed: Array,
     state: Any,
     n_expert: int,
+    top: Callable[..., Array] = take_top,
 ) -> Rerouted:
     """Run a rerank policy on rows.
 
@@ -242,18 +243,19 @@ def rerank(
         candidates: those of the layer's `n_expert` experts that can be chosen, `[C, ...]`.
         router: int32 `[K, ...]`, the router's ids, -1 where a slot does not exist.
         armed: bool `[...]`: rows of decode graphs; elsewhere the router's ids and the state stand.
+        top: what takes the best candidates, with the arguments of `take_top`.
     """
     exists = router != _NO_SLOT
     n_slots = exists.sum(axis=0).astype(xp.int32)
     choice, new_state = decide(xp, step, candidates, row, state, knobs)
     n = min(router.shape[0], candidates.value.shape[0])
-    picked = take_top(xp, choice.value, choice.tier, candidates.expert, n)
+    picked = top(xp, choice.value, choice.tier, candidates.expert, n)
     if n < router.shape[0]:
         picked = xp.concatenate([picked, xp.full_like(router[n:], _NO_SLOT)])
     if not (isinstance(exists, np.ndarray) and exists.all()):
         # The n-th slot that exists gets the n-th pick, wherever the holes are.
-        nth = xp.maximum(xp.cumsum(exists, axis=0) - 1, 0)
-        picked = xp.where(exists, xp.take_along_axis(picked, nth, axis=0), _NO_SLOT)
+        nth = xp.maximum(xp.cumsum(exists, axis=0, dtype=xp.int32) - 1, 0)
+        picked = xp.where(exists, sum(xp.where(nth == i, picked[i], 0) for i in range(len(picked))), _NO_SLOT)
     # With no expert outside the routing there is nothing to choose: declined, not counted (E <= k).
     active = armed & choice.active & (n_slots > 0) & (row.k < n_expert)
     is_new = exists & ~members(xp, picked, router)

@@ -16,7 +16,9 @@ from simlab.errors import InputError
 from simlab.policy import eviction, find_eviction, routing
 from simlab.policy_check import check_policy
 from simlab.replay import columns, recency_walk
-from simlab.replay.recency import WORD, Passed, is_recency, nth_one, pass_bits
+from simlab.replay.batches import WORD
+from simlab.replay.bits import Passed, nth_one, pass_bits
+from simlab.replay.recency import is_recency
 from simlab.replay.run import Replayer
 from simlab.trace.store import Trace, open_trace
 from simlab.types import Cell, Choice

@@ -62,24 +62,29 @@ def walked(ids: NDArray[np.int32], starts: NDArray[np.int64], width: int) -> NDA
     return found
 
 
-def score_order(values: NDArray[np.float32]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Experts of each row by value, best first, ties by id; and their values. `[rows, n_expert]` each.
+def score_order(values: NDArray[np.float32]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Experts of each row by value, best first, ties by id: int32 `[rows, n]`; and int64 `[rows, n + 1]`, by rank the
+    bits of the value above those of the id.
 
-    The ids are padded with zeros to a multiple of 32 experts.
+    n is a multiple of 32. Above the experts there is padding: in the first experts that count for nothing, in the
+    second the value -inf of expert E, which loses to all others.
     """
     n_rows, n_expert = values.shape
+    n = -(-n_expert // WORD) * WORD
     experts = np.broadcast_to(np.arange(n_expert, dtype=np.int32), values.shape)
     # One number holds value and id: sorting those is several times faster than a stable argsort.
     keys = np.sort(-selection_key(np, values, 0, experts), axis=1)
-    order = np.zeros((n_rows, -(-n_expert // WORD) * WORD), np.int32)
+    order = np.zeros((n_rows, n), np.int32)
     order[:, :n_expert] = expert_of(-keys)
-    return order, np.take_along_axis(values, order[:, :n_expert], axis=1)
+    ranked = np.full((n_rows, n + 1), (np.float32("-inf").view(np.int32).astype(np.int64) << 32) + n_expert)
+    bits = np.take_along_axis(values, order[:, :n_expert], axis=1).view(np.int32).astype(np.int64)
+    ranked[:, :n_expert] = (bits << 32) + order[:, :n_expert]
+    return order, ranked
 
 
-def finite_words(ranked: NDArray[np.float32], width: int) -> NDArray[np.uint32]:
-    """uint32 `[rows, width / 32]`: the bits of the ranks whose value is finite."""
-    finite = np.zeros((len(ranked), width), np.uint64)
-    finite[:, : ranked.shape[1]] = np.isfinite(ranked)
+def finite_words(ranked: NDArray[np.int64]) -> NDArray[np.uint32]:
+    """uint32 `[rows, n / 32]`: the bits of the ranks whose value is finite."""
+    finite = np.isfinite((ranked[:, :-1] >> 32).astype(np.int32).view(np.float32)).astype(np.uint64)
     words = finite.reshape(len(ranked), -1, WORD) << np.arange(WORD, dtype=np.uint64)
     return words.sum(axis=2).astype(np.uint32)
 

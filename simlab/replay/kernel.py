@@ -144,7 +144,7 @@ def _step(shape: ProgramShape, lanes: Tree, carry: Tree, row: Tree) -> tuple[Tre
         "dropped": routed.dropped.sum(axis=0),
     }
     counters = jnp.stack([counts[name].astype(jnp.int64) for name in COUNTERS])
-    sums = against_router(shape, row, jnp.where(routed.dropped, -1, routed.experts))
+    sums = jnp.stack(against_router(shape, row, jnp.where(routed.dropped, -1, routed.experts)))
     phase = in_phase(row)
     new_carry = cache | {
         "routing_state": {

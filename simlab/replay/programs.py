@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
+from jax.experimental.xla_metadata import set_xla_metadata
 
 MOST_PROGRAMS = 64
 """A program takes some 300 memory mappings of the 65,530 that Linux gives a process; past those XLA crashes."""
@@ -23,3 +24,23 @@ def compiled(key: Hashable, function: Callable[..., Any]) -> Any:
             oldest.clear_cache()
     _PROGRAMS.move_to_end(key)
     return _PROGRAMS[key]
+
+
+def kept(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` of arrays, as a call of its own inside a program, so that its results are worked out once.
+
+    XLA's CPU compiler would else merge the work into everyone who reads the results, again and again, and into
+    shapes along which it cannot use vector instructions. Elsewhere the compiler is left to itself.
+    """
+    if jax.default_backend() != "cpu":
+        return function
+
+    def inner(*arrays: Any) -> Any:
+        with set_xla_metadata(inlineable="true"):
+            return function(*arrays)
+
+    def call(*arrays: Any) -> Any:
+        with set_xla_metadata(inlineable="false"):
+            return jax.jit(inner)(*arrays)
+
+    return call

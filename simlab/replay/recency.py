@@ -7,7 +7,9 @@ policy only the first k in RAM and the first k not in RAM can win a slot (`Routi
 found as bits of a mask laid in score order. Both are exact, whatever the knobs and budgets.
 
 A step's writes are made at the start of the next one: XLA then sees every read of the state after the write and
-updates it in place, where it would else copy all of it at each step.
+updates it in place, where it would else copy all of it at each step. Arrays that are read or written lane by lane
+are flat, so that one number is their index. A step tells what it did, in small numbers, and what follows from
+that is reckoned after the loop for all steps at once.
 
 `recency_walk.py` cuts a trace into calls of this scan and `batches.py` makes its columns. `kernel.py` is the scan
 that holds for every policy and tells what each slot did; tests hold the two against each other.
@@ -21,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,16 +31,23 @@ import numpy as np
 from jax import lax
 
 from simlab.replay.batches import WORD
-from simlab.replay.routes import Routed, against_router, declared, drop_slots, facts_of, first_routing_state
-from simlab.replay.shape import (
-    COUNTERS,
-    NO_ROW,
-    ProgramShape,
-    Tree,
-    at_layer,
-    first_counts,
-    put,
+from simlab.replay.bits import (
+    Passed,
+    below,
+    bit_of,
+    in_score_order,
+    names,
+    nth_one,
+    ones,
+    pass_bits,
+    taken,
+    top_of_few,
+    word_of,
 )
+from simlab.replay.programs import kept
+from simlab.replay.routes import Routed, declared, drop_slots, facts_of, first_routing_state
+from simlab.replay.shape import NO_ROW, ProgramShape, Tree, at_layer, first_counts, put
+from simlab.replay.tally import COLD, HIT, KNOWN, NONE, add_up
 from simlab.routing import Rerouted, rerank
 from simlab.types import Array, Candidates, EvictionPolicy, Step
 
@@ -55,100 +64,6 @@ def is_recency(policy: EvictionPolicy) -> bool:
         return policy.key(np, {}, last, 0, SimpleNamespace()) is last  # type: ignore[arg-type]
     except Exception:
         return False
-
-
-# -- bits ----------------------------------------------------------------------------------------------------
-
-
-def ones(words: Array) -> Array:
-    """int32: bits set in each word."""
-    return lax.population_count(words).astype(jnp.int32)
-
-
-def nth_one(words: Array, n: Array) -> Array:
-    """int32: place of the `n`-th set bit (from 0) of each mask; at least 32 * N where there is none.
-
-    Args:
-        words: uint32 `[N, ...]`, the lowest bit first. n: int32 of a shape that goes with `words[0]`.
-    """
-    count = ones(words)
-    passed = [jnp.zeros_like(count[0])]
-    for row in count:
-        passed.append(passed[-1] + row)
-    at: Array = sum((end <= n).astype(jnp.int32) for end in passed[1:])
-    word = jnp.zeros(at.shape, jnp.uint32)
-    before = jnp.zeros(at.shape, jnp.int32)
-    for i in range(words.shape[0]):
-        word = jnp.where(at == i, words[i], word)
-        before = jnp.where(at == i, passed[i], before)
-    left, place = n - before, jnp.zeros(at.shape, jnp.int32)
-    for half in (16, 8, 4, 2, 1):
-        low = ones(word & jnp.uint32((1 << half) - 1))
-        above = left >= low
-        left = jnp.where(above, left - low, left)
-        word = jnp.where(above, word >> jnp.uint32(half), word)
-        place = place + jnp.where(above, half, 0)
-    return at * WORD + place
-
-
-def below(place: Array) -> Array:
-    """uint32: the bits of a word under `place`, 0 to 32."""
-    part = (jnp.uint32(1) << jnp.minimum(place, WORD - 1).astype(jnp.uint32)) - jnp.uint32(1)
-    return jnp.where(place >= WORD, jnp.uint32(0xFFFFFFFF), part)
-
-
-class Passed(NamedTuple):
-    """A watermark that moved up. int32 `[W]`."""
-
-    mark: Array
-    over: Array
-    """Units still to free."""
-    evicted: Array
-    """Entries passed."""
-
-
-def pass_bits(window: Array, sizes: Array, first: Array, state: Passed, last: Array) -> Passed:
-    """Move the watermark over entries until nothing is over, at most to the window's end or to `last`.
-
-    Args:
-        window: uint32 `[L, n, W]`, by line the words from `first` on, bits at or under the watermark cleared.
-        sizes: int32 `[L]`, units an entry of each line holds. first: int32 `[W]`, number of the first word.
-    """
-    n_lines, n_words = window.shape[:2]
-
-    def units(words: Any) -> Any:
-        return sum(ones(words[line]) * sizes[line] for line in range(n_lines))
-
-    def entries(words: Any) -> Any:
-        return sum(ones(words[line]) for line in range(n_lines))
-
-    nothing = jnp.zeros_like(state.over)
-    freed, gone, freed_before, gone_before, at = nothing, nothing, nothing, nothing, nothing + n_words
-    word = jnp.zeros_like(window[:, 0])
-    for i in range(n_words):
-        after = freed + units(window[:, i])
-        found = (at == n_words) & (after >= state.over)
-        at = jnp.where(found, i, at)
-        word = jnp.where(found, window[:, i], word)
-        freed_before = jnp.where(found, freed, freed_before)
-        gone_before = jnp.where(found, gone, gone_before)
-        freed, gone = after, gone + entries(window[:, i])
-    # The fewest low bits of that word which free what is left.
-    n_low = nothing
-    for half in (16, 8, 4, 2, 1):
-        short = units(word & below(n_low + half)) < state.over - freed_before
-        n_low = n_low + jnp.where(short, half, 0)
-    low = word & below(n_low + 1)
-    enough = at < n_words
-    end = jnp.where(enough, (first + at) * WORD + n_low, (first + n_words) * WORD - 1)
-    return Passed(
-        mark=jnp.minimum(end, last),
-        over=state.over - jnp.where(enough, freed_before + units(low), freed),
-        evicted=state.evicted + jnp.where(enough, gone_before + entries(low), gone),
-    )
-
-
-# -- the scan ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,16 +102,17 @@ def first_carry(shape: RecencyShape, n_lanes: int) -> Tree:
     }
 
 
+NOWHERE = np.iinfo(np.int32).max
+"""Index of a write that is not made."""
+
+
 def _no_write(shape: RecencyShape, n_lanes: int) -> Tree:
-    """A write of the step before the first."""
-    return {
-        "experts": jnp.full((shape.n_slots, n_lanes), -1, jnp.int32),
-        "places": jnp.zeros((shape.n_slots, n_lanes), jnp.int32),
-        "words": jnp.zeros((_words_of(shape.n_slots), n_lanes), jnp.uint32),
-        "layer": jnp.int32(0),
-        "line": jnp.int32(0),
-        "word": jnp.int32(0),
-    }
+    """What the step before the first left to be written."""
+    return {"words": jnp.zeros((_words_of(shape.n_slots), n_lanes), jnp.uint32), "word": jnp.int32(0)}
+
+
+def _flat(x: Array) -> Array:
+    return x.reshape(-1)
 
 
 def _words_of(n_slots: int) -> int:
@@ -204,183 +120,168 @@ def _words_of(n_slots: int) -> int:
     return (n_slots + WORD - 2) // WORD + 1
 
 
-_COUNTED = ("lookups", "hits", "cold_misses", "evictions", "reranked", "substituted", "dropped")
-"""What a step counts; the rest follows from it after the loop, for all rows at once."""
-
-
 def run(shape: RecencyShape, carry: Tree, rows: Tree, n: Array, lanes: Tree) -> Tree:
     """The carry after the first `n` batches of `rows`."""
-    n_rows, n_lanes = rows["layer"].shape[0], carry["used"].shape[1]
-    told = {"counts": jnp.zeros((n_rows, len(_COUNTED), n_lanes), jnp.int32)}
-    if shape.routed:
-        told["ran"] = jnp.zeros((n_rows, shape.n_slots, n_lanes), jnp.int32)
+    n_rows = rows["layer"].shape[0]
+    flat = carry | {name: carry[name].reshape(-1) for name in ("stamp", "last")}
 
-    def step(i: Array, state: tuple[Tree, Tree, Tree]) -> tuple[Tree, Tree, Tree]:
-        row = {name: at_layer(column, i) for name, column in rows.items()}
-        carry, write, told = state
-        carry, write, one = _step(shape, lanes, carry, write, row)
-        return carry, write, {name: put(told[name], one[name], i) for name in told}
+    n_lanes = carry["used"].shape[1]
+    state = flat, _no_write(shape, n_lanes), _in_ram(shape, flat, rows, jnp.int32(0))
+    shapes = jax.eval_shape(lambda state: _step(shape, lanes, rows, jnp.int32(0), state)[1], state)
+    told = {name: jnp.zeros((n_rows, *x.shape), x.dtype) for name, x in shapes.items()}
 
-    carry, write, told = lax.fori_loop(0, n, step, (carry, _no_write(shape, n_lanes), told))
-    stamp, last = _written(carry, write)
-    return carry | {"stamp": stamp, "last": last} | _added_up(shape, carry, rows, n, lanes, told)
+    def step(i: Array, state: tuple[Any, Tree]) -> tuple[Any, Tree]:
+        after, one = _step(shape, lanes, rows, i, state[0])
+        return after, {name: put(x, one[name], i) for name, x in state[1].items()}
 
-
-def _added_up(shape: RecencyShape, carry: Tree, rows: Tree, n: Array, lanes: Tree, told: Tree) -> Tree:
-    """Counters and sums with those of the first `n` batches."""
-    count = {name: told["counts"][:, i] for i, name in enumerate(_COUNTED)}
-    count["misses"] = count["lookups"] - count["hits"]
-    count["rereads"] = jnp.where(lanes["off"], 0, count["misses"] - count["cold_misses"])
-    count["read_bytes"] = count["misses"] * lanes["entry_bytes"][rows["layer"]][:, None]
-    # A row's experts differ; the slots of rows that are not routed are the same in all lanes and counted outside.
-    count["slots"] = count["lookups"] + count["dropped"] if shape.routed else jnp.zeros_like(count["hits"])
-    counters = jnp.stack([count[name].astype(jnp.int64) for name in COUNTERS], axis=1)
-    walked = (jnp.arange(rows["layer"].shape[0]) < n) & rows["counted"]
-    # [phases, rows, 1, 1]
-    phase = (walked & (rows["decode"] == jnp.arange(2)[:, None]))[..., None, None]
-    added = {"counters": carry["counters"] + jnp.where(phase, counters, 0).sum(axis=1)}
-    if shape.routed:
-        given = {name: rows[name] for name in ("router", "router_k", "mass", "regret") if name in rows}
-        sums = jax.vmap(partial(against_router, shape.program))(given, told["ran"])
-        # One row after the other, so that a sum does not depend on where calls begin.
-        added["sums"] = lax.fori_loop(
-            0, n, lambda i, total: total + jnp.where(phase[:, i], sums[i], 0.0), carry["sums"]
-        )
-    return added
+    (flat, write, _), told = lax.fori_loop(0, n, step, (state, told))
+    given = {
+        "stamp": flat["stamp"].reshape(carry["stamp"].shape),
+        "last": _written(flat["last"], write).reshape(carry["last"].shape),
+    }
+    return flat | given | add_up(shape.program, shape.routed, carry, rows, n, lanes, told)
 
 
-def _written(carry: Tree, write: Tree) -> tuple[Array, Array]:
-    """Stamps and last-occurrence bits after the writes of the step before."""
-    n_expert, n_lanes = carry["stamp"].shape[1:]
-    at = jnp.where(write["experts"] >= 0, write["experts"], n_expert)
-    stamp = carry["stamp"].at[write["layer"], at, jnp.arange(n_lanes)].set(write["places"], mode="drop")
-    corner = (write["line"], write["word"], jnp.int32(0))
-    words = lax.dynamic_slice(carry["last"], corner, (1, *write["words"].shape))
-    return stamp, lax.dynamic_update_slice(carry["last"], words | write["words"], corner)
+def _in_ram(shape: RecencyShape, flat: Tree, rows: Tree, i: Array) -> Array:
+    """uint32 `[n, W]`: which experts are in RAM for row `i`, in its score order; nothing where nobody asks."""
+    n_lanes, n_expert = flat["used"].shape[1], shape.program.n_expert
+    if not shape.routed or "order" not in rows:
+        return jnp.zeros((0, n_lanes), jnp.uint32)
+    layer = at_layer(rows["layer"], i)
+    mark = at_layer(flat["mark"], layer if shape.per_layer else jnp.int32(0))
+    stamps = flat["stamp"].reshape(-1, n_lanes)
+    find = kept(partial(in_score_order, n_expert=n_expert))
+    return find(at_layer(rows["order"], i), stamps, layer * n_expert, mark)
 
 
-def _step(shape: RecencyShape, lanes: Tree, carry: Tree, write: Tree, row: Tree) -> tuple[Tree, Tree, Tree]:
-    """One batch: route it, look its experts up, evict. The carry, what is to be written, and what it came to."""
+def _written(last: Array, write: Tree) -> Array:
+    """Last-occurrence bits, flat, with those of the step before."""
+    words = write["words"].reshape(-1)
+    at = (write["word"] * write["words"].shape[1],)
+    return lax.dynamic_update_slice(last, lax.dynamic_slice(last, at, words.shape) | words, at)
+
+
+def _step(shape: RecencyShape, lanes: Tree, rows: Tree, i: Array, before: Any) -> tuple[Any, Tree]:
+    """Batch `i`: route it, look its experts up, evict. What the next one starts from, and what this one came to."""
+    flat, write, bits = before
+    row = {name: at_layer(column, i) for name, column in rows.items()}
     layer, base = row["layer"], row["base"]
-    stamp, last = _written(carry, write)
-    n_lanes = stamp.shape[2]
+    stamp, last = flat["stamp"], _written(flat["last"], write)
+    n_lanes = flat["used"].shape[1]
     cache = layer if shape.per_layer else jnp.int32(0)
     line = layer if shape.per_layer else row["line"]
-    mark, used = at_layer(carry["mark"], cache), at_layer(carry["used"], cache)
-    stamps = at_layer(stamp, layer)
+    mark, used = at_layer(flat["mark"], cache), at_layer(flat["used"], cache)
+    first = layer * shape.program.n_expert
     state = {
         stage: {name: at_layer(v, layer) for name, v in s.items()}
-        for stage, s in carry["routing_state"].items()
+        for stage, s in flat["routing_state"].items()
     }
-    count, told = {}, {}
+    told = {}
+    nan_row = flat["nan_row"]
     if shape.routed:
-        routed, state = _route(shape, lanes, row, stamps, mark, state)
+        routed, state = _route(shape, lanes, row, stamp, mark, bits, state)
         experts, places = _walk(shape, routed, base)
-        told["ran"] = jnp.where(routed.dropped, -1, routed.experts)
-        count = {
-            "reranked": routed.reranked,
-            "substituted": routed.substituted,
-            "dropped": routed.dropped.sum(axis=0, dtype=jnp.int32),
-        }
+        told["ran"] = jnp.where(routed.dropped, -1, routed.experts).astype(jnp.int16)
+        if shape.program.step("rerank") is not None:
+            told |= {"reranked": routed.reranked, "substituted": routed.substituted}
         if shape.program.step("drop") is not None:
+            told["dropped"] = routed.dropped.sum(axis=0, dtype=jnp.int32)
             is_nan = ((routed.walk >= 0) & jnp.isnan(routed.weights)).any(axis=0)
-            carry = carry | {"nan_row": jnp.minimum(carry["nan_row"], jnp.where(is_nan, row["row"], NO_ROW))}
+            nan_row = jnp.minimum(nan_row, jnp.where(is_nan, row["row"], NO_ROW))
     else:
         experts = jnp.broadcast_to(row["experts"][:, None], (shape.n_slots, n_lanes))
         places = base + jnp.arange(shape.n_slots, dtype=jnp.int32)[:, None] + jnp.zeros_like(experts)
 
+    lane = jnp.arange(n_lanes, dtype=jnp.int32)
+    experts = kept(lambda experts: experts)(experts)
+    at = kept(lambda experts: _flat((first + jnp.maximum(experts, 0)) * n_lanes + lane))(experts)
+    old = kept(
+        lambda stamp, at, experts: jnp.where(experts >= 0, taken(stamp, at.reshape(experts.shape)), -1)
+    )(stamp, at, experts)
     exists = experts >= 0
-    old = jnp.where(exists, jnp.take_along_axis(stamps, jnp.maximum(experts, 0), axis=0), -1)
-    count["lookups"] = exists.sum(axis=0, dtype=jnp.int32)
-    count["hits"] = (old > mark).sum(axis=0, dtype=jnp.int32)
-    count["cold_misses"] = (exists & (old < 0)).sum(axis=0, dtype=jnp.int32)
-    gone = jnp.where(old >= 0, jnp.uint32(1) << (old & (WORD - 1)).astype(jnp.uint32), jnp.uint32(0))
+    told["found"] = jnp.where(exists, jnp.where(old > mark, HIT, jnp.where(old < 0, COLD, KNOWN)), NONE)
     # An entry occurred last in one place, so taking its bit off by subtraction never borrows.
-    last = last.at[line, jnp.maximum(old, 0) // WORD, jnp.arange(n_lanes)].add(
-        -gone, mode="promise_in_bounds"
-    )
-    used = used + (count["lookups"] - count["hits"]) * lanes["units"][layer]
-    passed = _evict(shape, lanes, last, line, Passed(mark, used - lanes["budget"][cache], mark * 0), base - 1)
-    used = passed.over + lanes["budget"][cache]
+    gone = kept(lambda old: _flat(-jnp.where(old >= 0, bit_of(old), jnp.uint32(0))))(old)
+    word = line * shape.n_words
+    of_gone = kept(lambda old: _flat((word + word_of(jnp.maximum(old, 0))) * n_lanes + lane))(old)
+    last = last.at[of_gone].add(gone, mode="promise_in_bounds", wrap_negative_indices=False)
+    n_misses = (exists & (old <= mark)).sum(axis=0, dtype=jnp.int32)
+    budget = lanes["budget"][cache]
+    over = used + n_misses * lanes["units"][layer] - budget
+    passed = _evict(shape, lanes, last, line, Passed(mark, over, jnp.zeros_like(mark)), base - 1)
     off = lanes["off"]
     # Without a cache nothing that has occurred is in RAM.
     mark = jnp.where(off, base + shape.n_slots - 1, passed.mark)
-    count["evictions"] = jnp.where(off, 0, passed.evicted)
-    told["counts"] = jnp.stack([count.get(name, jnp.zeros_like(mark)) for name in _COUNTED])
-    new_carry = carry | {
-        "stamp": stamp,
+    told["evictions"] = jnp.where(off, 0, passed.evicted)
+    # What is written waits for what was read, or XLA would copy all stamps to write into the copy.
+    written = kept(lambda old, places: _flat(jnp.where(old < base, places, 0)))(old, places)
+    at = kept(lambda at, exists: jnp.where(_flat(exists), at, NOWHERE))(at, exists)
+    new_flat = flat | {
+        "stamp": stamp.at[at].set(written, mode="drop", wrap_negative_indices=False),
         "last": last,
-        "mark": put(carry["mark"], mark, cache),
-        "used": put(carry["used"], jnp.where(off, 0, used), cache),
+        "nan_row": nan_row,
+        "mark": put(flat["mark"], mark, cache),
+        "used": put(flat["used"], jnp.where(off, 0, passed.over + budget), cache),
         "routing_state": {
             stage: {name: put(v, state[stage][name], layer) for name, v in s.items()}
-            for stage, s in carry["routing_state"].items()
+            for stage, s in flat["routing_state"].items()
         },
     }
-    word = base // WORD
     new_write = {
-        "experts": experts,
-        "places": places,
         "words": _marks(shape, exists, places, base, write["words"].shape[0]),
-        "layer": layer,
-        "line": line,
-        "word": word,
+        "word": line * shape.n_words + word_of(base),
     }
-    return new_carry, new_write, told
+    bits = _in_ram(shape, new_flat, rows, jnp.minimum(i + 1, rows["layer"].shape[0] - 1))
+    return (new_flat, new_write, bits), told
 
 
 def _route(
-    shape: RecencyShape, lanes: Tree, row: Tree, stamps: Array, mark: Array, state: Tree
+    shape: RecencyShape, lanes: Tree, row: Tree, stamp: Array, mark: Array, bits: Array, state: Tree
 ) -> tuple[Routed, Tree]:
     """Each lane's routing of a single-row batch."""
     program = shape.program
-    n_expert, n_lanes = stamps.shape
-    router = jnp.broadcast_to(row["router"][: program.n_slots, None], (program.n_slots, n_lanes))
-    found = Rerouted(router, jnp.zeros_like(lanes["k"]), jnp.zeros_like(lanes["k"]), None)
+    n_lanes, k = mark.shape[0], program.n_slots
+    stamps = stamp.reshape(-1, n_lanes)
+    first = row["layer"] * program.n_expert
+    router = row["router"][:k, None]
+    found = Rerouted(
+        jnp.broadcast_to(router, (k, n_lanes)), jnp.zeros_like(lanes["k"]), jnp.zeros_like(lanes["k"]), None
+    )
     step = program.step("rerank")
     if step is not None:
-        bits, there = _in_score_order(row["order"], stamps, mark)
-        nth = jnp.arange(program.n_slots, dtype=jnp.int32)[:, None]
-        masks = jnp.stack([bits, ~bits & there], axis=1)[:, :, None]
-        place = nth_one(masks, nth).reshape(2 * program.n_slots, n_lanes)
-        exists = place < n_expert
-        place = jnp.minimum(place, n_expert - 1)
+        # Those not in RAM are the bits turned over.
+        flip = np.stack([np.zeros_like(names(program.n_expert)), names(program.n_expert)], axis=1)
+        masks = (bits[:, None] ^ flip[:, :, None])[:, :, None]
+        place = kept(nth_one)(masks, jnp.arange(k, dtype=jnp.int32)[None, :, None])
+        ranked = kept(taken)(row["ranked"], place.reshape(2 * k, n_lanes))
+        expert = (ranked & 0xFFFFFFFF).astype(jnp.int32)
         candidates = Candidates(
-            value=jnp.where(exists, row["ranked"][place], -jnp.inf),
-            # A candidate that does not exist loses every tie.
-            expert=jnp.where(exists, row["order"][place], n_expert),
-            rank=jnp.zeros_like(place),
-            resident=exists & (jnp.arange(place.shape[0]) < program.n_slots)[:, None],
-            weight=jnp.zeros(place.shape, jnp.float32),
+            value=lax.bitcast_convert_type((ranked >> 32).astype(jnp.int32), jnp.float32),
+            expert=expert,
+            rank=jnp.zeros_like(expert),
+            resident=(np.arange(2 * k) < k)[:, None] & (expert < program.n_expert),
+            weight=jnp.zeros(expert.shape, jnp.float32),
         )
         knobs = SimpleNamespace(**lanes["knobs"]["rerank"])
-        facts = facts_of(step, row, lanes["k"], _n_resident(step, row, stamps, mark))
+        facts = facts_of(step, row, lanes["k"], _n_resident(shape, step, row, stamps, mark, bits))
         armed = jnp.broadcast_to(row["decode"], (n_lanes,))
         candidates = declared(step, candidates)
-        found = rerank(jnp, step, knobs, candidates, facts, router, armed, state["rerank"], n_expert)
+        found = rerank(
+            jnp, step, knobs, candidates, facts, router, armed, state["rerank"], program.n_expert, top_of_few
+        )
         state["rerank"] = found.state
-    resident = (jnp.take_along_axis(stamps, jnp.maximum(found.experts, 0), axis=0) > mark) & (
-        found.experts >= 0
-    )
+    at = (first + jnp.maximum(found.experts, 0)) * n_lanes + jnp.arange(n_lanes, dtype=jnp.int32)
+    resident = (taken(stamp, at) > mark) & (found.experts >= 0)
     step = program.step("drop")
-    n_resident = _n_resident(step, row, stamps, mark) if step is not None else None
+    n_resident = _n_resident(shape, step, row, stamps, mark, bits) if step is not None else None
     return drop_slots(program, lanes, row, router, found, resident, n_resident, state)
 
 
-def _in_score_order(order: Array, stamps: Array, mark: Array) -> tuple[Array, Array]:
-    """uint32 `[n, W]`: the experts in RAM as bits, best score first; and `[n, 1]` the bits that name an expert."""
-    n_words, (n_expert, n_lanes) = order.shape[0] // WORD, stamps.shape
-    in_ram = (stamps[order] > mark).astype(jnp.uint32).reshape(n_words, WORD, n_lanes)
-    there = below(n_expert - WORD * jnp.arange(n_words, dtype=jnp.int32))[:, None]
-    bits = (in_ram << jnp.arange(WORD, dtype=jnp.uint32)[:, None]).sum(axis=1, dtype=jnp.uint32)
-    return bits & there, there
-
-
-def _n_resident(step: Step, row: Tree, stamps: Array, mark: Array) -> Array:
+def _n_resident(shape: RecencyShape, step: Step, row: Tree, stamps: Array, mark: Array, bits: Array) -> Array:
     """int32 `[W]`: experts in RAM, for a policy that reads scores only those of a finite one."""
     if "scores" not in step.policy.needs:
-        return (stamps > mark).sum(axis=0, dtype=jnp.int32)
-    bits, _ = _in_score_order(row["order"], stamps, mark)
+        mine = lax.dynamic_slice_in_dim(stamps, row["layer"] * shape.program.n_expert, shape.program.n_expert)
+        return (mine > mark).sum(axis=0, dtype=jnp.int32)
     return ones(bits & row["finite"][:, None]).sum(axis=0, dtype=jnp.int32)
 
 
@@ -397,37 +298,51 @@ def _walk(shape: RecencyShape, routed: Routed, base: Array) -> tuple[Array, Arra
 
 def _marks(shape: RecencyShape, exists: Array, places: Array, base: Array, n_words: int) -> Array:
     """uint32 `[n_words, W]`: the bits of the places in the words from that of `base` on."""
-    first = base // WORD
+    first = word_of(base)
     if not shape.routed:
         # All places from the base on, in every lane.
         start = (first + jnp.arange(n_words, dtype=jnp.int32)[:, None]) * WORD
         end = base + exists.sum(axis=0, dtype=jnp.int32)
         return below(jnp.clip(end - start, 0, WORD)) & ~below(jnp.clip(base - start, 0, WORD))
-    bits = jnp.where(exists, jnp.uint32(1) << (places % WORD).astype(jnp.uint32), jnp.uint32(0))
-    at = (places // WORD - first) == jnp.arange(n_words, dtype=jnp.int32)[:, None, None]
+    bits = jnp.where(exists, bit_of(places), jnp.uint32(0))
+    at = (word_of(places) - first) == jnp.arange(n_words, dtype=jnp.int32)[:, None, None]
     return jnp.where(at, bits, jnp.uint32(0)).sum(axis=1, dtype=jnp.uint32)
 
 
 def _evict(shape: RecencyShape, lanes: Tree, last: Array, line: Array, state: Passed, end: Array) -> Passed:
     """The watermark where nothing is over any more, or at `end`, the place before the batch's first."""
-    lane = jnp.arange(last.shape[2])
-    lines = [line] if shape.per_layer else list(range(shape.n_lines))
+    n_lanes = state.mark.shape[0]
+    lines = line[None] if shape.per_layer else np.arange(shape.n_lines, dtype=np.int32)
     sizes = lanes["line_units"][line][None] if shape.per_layer else lanes["line_units"]
+    step = np.arange(WINDOW_WORDS, dtype=np.int32)[:, None]
 
-    def going(s: Passed) -> Array:
-        return (s.over > 0) & (s.mark < end)
+    def going(s: Array) -> Array:
+        return (s[OVER] > 0) & (s[MARK] < end)
 
-    def move(s: Passed) -> Passed:
-        first = (s.mark + 1) // WORD
-        window = jnp.stack(
-            [jnp.stack([last[q, first + i, lane] for i in range(WINDOW_WORDS)]) for q in lines]
-        )
-        window = window.at[:, 0].set(window[:, 0] & ~below((s.mark + 1) % WORD))
-        moved = pass_bits(window, sizes, first, s, end)
-        return Passed._make(jnp.where(going(s), new, old) for new, old in zip(moved, s, strict=True))
+    def move(s: Array) -> Array:
+        first = word_of(s[MARK] + 1)
+        lane = jnp.arange(n_lanes, dtype=jnp.int32)
+        window = kept(
+            lambda last, lines, first: taken(
+                last, ((lines[:, None, None] * shape.n_words + first + step) * n_lanes + lane)
+            )
+        )(last, lines, first)
 
-    return lax.while_loop(lambda s: going(s).any(), move, state)
+        def moved(window: Array, s: Array, sizes: Array, end: Array) -> Array:
+            first = word_of(s[MARK] + 1)
+            window = jnp.where(step == 0, window & ~below((s[MARK] + 1) & (WORD - 1)), window)
+            new = pass_bits(window, sizes, first, Passed(s[0], s[1], s[2]), end)
+            which = np.arange(3)[:, None]
+            new = jnp.where(which == MARK, new.mark, jnp.where(which == OVER, new.over, new.evicted))
+            return jnp.where((s[OVER] > 0) & (s[MARK] < end), new, s)
 
+        return kept(moved)(window, s, sizes, end)
+
+    state = jnp.stack(state)
+    return Passed(*lax.while_loop(lambda s: going(s).any(), move, move(state)))
+
+
+MARK, OVER = 0, 1
 
 # -- new numbers for old places ------------------------------------------------------------------------------
 

@@ -6,17 +6,17 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
 from simlab.replay.batches import WORD, Stretch, finite_words, padded, score_order, stretches, walked
 from simlab.replay.columns import ColumnNeeds, TraceColumns, WeightSource
+from simlab.replay.devices import placed, spread
 from simlab.replay.programs import compiled
 from simlab.replay.recency import WINDOW_WORDS, RecencyShape, first_carry, renumbered, run
-from simlab.replay.shape import COUNTERS, SUMS, ProgramShape, Tree
-from simlab.types import ResolvedBudget
+from simlab.replay.shape import COUNTERS, SUMS, ProgramShape, Tree, first_counts
+from simlab.types import DECODE, PREFILL, ResolvedBudget
 
 _BATCHES = {"routed": 512, "narrow": 512, "wide": 16}
 """Batches in one call of a program."""
@@ -64,6 +64,10 @@ class RecencyWalk:
             "budget": budget_units(budgets, sizes),
         }
         self._routes = any(s.policy.stage != "width" for s in program.steps)
+        # Phases in which no lane changes the routing, and what is counted of them, which is not on the devices.
+        self._phases = (PREFILL,) if self._routes else (PREFILL, DECODE)
+        alike = first_counts(1)
+        self._alike: Tree = {name: alike[name] for name in ("counters", "sums")}
         # Next free place of each cache; none is known before a carry is renumbered.
         self._next = np.full(n_caches, self._first_place)
 
@@ -73,10 +77,25 @@ class RecencyWalk:
 
     def resumed(self, carry: Tree) -> Tree:
         """A carry that was saved, ready to go on from."""
-        return self._renumbered(jax.device_put(carry))
+        counts = {name: np.array(carry[name]) for name in ("counters", "sums")}
+        slots = COUNTERS.index("slots")
+        for phase in self._phases:
+            self._alike["counters"][phase, slots] = counts["counters"][phase, slots, :1]
+            self._alike["sums"][phase] = counts["sums"][phase, :, :1]
+            counts["counters"][phase, slots] = counts["sums"][phase] = 0
+        return self._renumbered(carry | counts)
+
+    def whole(self, carry: Tree) -> Tree:
+        """The counters and sums of a carry with what all lanes have alike, which is counted here."""
+        counters, sums = np.array(carry["counters"]), np.array(carry["sums"])
+        for phase in self._phases:
+            counters[phase] += self._alike["counters"][phase]
+            sums[phase] = self._alike["sums"][phase]
+        return carry | {"counters": counters, "sums": sums}
 
     def advance(self, carry: Tree, lanes: Tree, start: int, stop: int) -> Tree:
         """The carry after rows `start` to `stop`, which hold whole batches."""
+        carry = placed(carry, carry["used"].shape[1])
         for stretch in stretches(self._columns, self._program.n_slots, self._routes, start, stop):
             first = stretch.rows.start + np.flatnonzero(self._columns.batch_start[stretch.rows])
             n_batches = _BATCHES[stretch.kind]
@@ -98,7 +117,7 @@ class RecencyWalk:
         if routed:
             given = _routed_columns(rows)
         else:
-            carry = carry | lane_independent(program, carry, rows)
+            self._alike = lane_independent(program, self._alike, rows)
             lists = rows["router"][:, : program.n_slots]
             lists = walked(lists, starts - piece.rows.start, n_slots) if wide else lists
             at = starts - piece.rows.start
@@ -112,7 +131,7 @@ class RecencyWalk:
         def function(carry: Tree, rows: Tree, n: Any, lanes: Tree) -> Tree:
             return run(shape, carry, rows, n, lanes)
 
-        call = compiled((shape.key, n_lanes), function)
+        call = compiled((shape.key, n_lanes), spread(function, n_lanes))
         return call(carry, padded(given, _BATCHES[piece.kind]), np.int32(len(starts)), lanes)
 
     def _needs(self, routed: bool) -> ColumnNeeds:
@@ -143,11 +162,13 @@ class RecencyWalk:
     def _renumbered(self, carry: Tree) -> Tree:
         shape, line_of_layer = self._shape, jnp.asarray(self._line_of_layer)
         n_lanes = carry["used"].shape[1]
-        call = compiled(
-            ("renumber", shape.key, n_lanes), lambda carry: renumbered(shape, carry, line_of_layer)
-        )
+
+        def function(carry: Tree, _rows: Tree, _n: Any, _lanes: Tree) -> Tree:
+            return renumbered(shape, carry, line_of_layer)
+
+        call = compiled(("renumber", shape.key, n_lanes), spread(function, n_lanes))
         self._next = np.full_like(self._next, self._first_place)
-        return call(carry)
+        return call(placed(carry, n_lanes), {}, np.int32(0), {})
 
 
 def lane_independent(program: ProgramShape, carry: Tree, rows: dict[str, NDArray[Any]]) -> Tree:
@@ -198,7 +219,7 @@ def _routed_columns(rows: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     given = {name: rows[name] for name in (*names, *of_scores) if name in rows}
     if "value" in rows:
         given["order"], given["ranked"] = score_order(rows["value"])
-        given["finite"] = finite_words(given["ranked"], given["order"].shape[1])
+        given["finite"] = finite_words(given["ranked"])
     return given
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from simlab.replay.shape import ProgramShape, Tree
-from simlab.routing import Rerouted, drop, drop_armed, members, rerank, swap
+from simlab.routing import Rerouted, drop, drop_armed, rerank, swap
 from simlab.scores import applied_weights
 from simlab.types import Array, Candidates, LearnedValues, Row, Stage, Step
 
@@ -138,30 +138,45 @@ def executed(row: Tree, resident: Array) -> Routed:
     )
 
 
-def against_router(shape: ProgramShape, row: Tree, ran: Array) -> Array:
-    """float64 `[3, W]`: mass displaced, score regret, agreement of one row; exactly 0, 0, 1 if unchanged.
+def against_router(shape: ProgramShape, rows: Tree, ran: Array) -> tuple[Array, Array, Array]:
+    """float64 `[..., W]`: mass displaced, score regret, agreement of rows; exactly 0, 0, 1 if unchanged.
 
     Args:
-        ran: int32 `[K, W]`: the experts that ran, -1 where a slot does not exist or was dropped.
+        rows: `router` `[..., K]`, `router_k` `[...]`, and with scores `mass` and `regret` `[..., E]`.
+        ran: int32 `[..., K, W]`: the experts that ran, -1 where a slot does not exist or was dropped.
     """
-    router = row["router"][: shape.n_expert_used]
-    same = members(jnp, ran, router[:, None]).sum(axis=0)
-    agreement = same / jnp.maximum(row["router_k"], 1)
+    router = rows["router"][..., : shape.n_expert_used]
+    same = sum(
+        ((ran[..., slot, :] == router[..., other, None]) & (ran[..., slot, :] >= 0)).astype(jnp.int32)
+        for slot in range(ran.shape[-2])
+        for other in range(router.shape[-1])
+    )
+    agreement = same / jnp.maximum(rows["router_k"], 1)[..., None]
     if not shape.scores:
-        return jnp.stack([jnp.zeros_like(agreement), jnp.zeros_like(agreement), agreement])
-    n = max(router.shape[0], shape.n_slots)
+        return jnp.zeros_like(agreement), jnp.zeros_like(agreement), agreement
+    n_expert = rows["mass"].shape[-1]
+    first = (jnp.arange(router.size // router.shape[-1], dtype=jnp.int32) * n_expert).reshape(
+        router.shape[:-1]
+    )
+
+    def share_of(flat: Array, ids: Array, first: Array) -> Array:
+        at = first + jnp.maximum(ids, 0).astype(jnp.int32)
+        of = flat.at[at].get(mode="promise_in_bounds", wrap_negative_indices=False)
+        return jnp.where(ids >= 0, of, 0.0)
 
     def lost(share: Array) -> Array:
         # Slot by slot, so that an untouched row gives 0 whatever the order of the sum.
-        of_router = jnp.where(router >= 0, share[jnp.maximum(router, 0)], 0.0)[:, None]
-        of_run = jnp.where(ran >= 0, share[jnp.maximum(ran, 0)], 0.0)
-        return (_longer(of_router, n) - _longer(of_run, n)).sum(axis=0)
+        flat, total = share.reshape(-1), 0.0
+        for slot in range(max(router.shape[-1], ran.shape[-2])):
+            part = 0.0
+            if slot < router.shape[-1]:
+                part = share_of(flat, router[..., slot], first)[..., None]
+            if slot < ran.shape[-2]:
+                part = part - share_of(flat, ran[..., slot, :], first[..., None])
+            total = total + part
+        return total
 
-    return jnp.stack([lost(row["mass"]), lost(row["regret"]), agreement])
-
-
-def _longer(x: Array, n: int) -> Array:
-    return jnp.pad(x, ((0, n - x.shape[0]), (0, 0)))
+    return lost(rows["mass"]), lost(rows["regret"]), agreement
 
 
 def first_routing_state(shape: ProgramShape, n_lanes: int) -> Tree:

@@ -17,6 +17,9 @@ from typing import Any
 import jax
 import numpy as np
 from numpy.typing import NDArray
+from simlab.replay.devices import offer_cores
+from simlab.replay.fixed_order import has_fixed_order
+from simlab.replay.tally import phase_numbers
 
 from simlab.cells import MIB, check_cache, check_eviction, effective_k, resolve_budget
 from simlab.errors import InputError
@@ -24,7 +27,6 @@ from simlab.learning import learn
 from simlab.policy import find_eviction
 from simlab.policy_check import check_policy
 from simlab.replay.columns import ColumnNeeds, TraceColumns, WeightSource
-from simlab.replay.fixed_order import has_fixed_order
 from simlab.replay.future import (
     NOTE,
     cut,
@@ -38,11 +40,13 @@ from simlab.replay.lanes import lanes_of, padded_lanes
 from simlab.replay.ranked_walk import RankedWalk
 from simlab.replay.recency import is_recency
 from simlab.replay.recency_walk import RecencyWalk, can_count
-from simlab.replay.shape import COUNTERS, NO_ROW, SUMS, ProgramShape, Tree, code_key
+from simlab.replay.shape import COUNTERS, NO_ROW, ProgramShape, Tree, code_key
 from simlab.replay.training import load_training, prepared
 from simlab.routing import knob_values
 from simlab.trace.store import Trace, open_trace
-from simlab.types import Cell, CellNumbers, PhaseNumbers, Route, Step
+from simlab.types import Cell, CellNumbers, Route, Step
+
+offer_cores()
 
 CHUNK_ROWS = 512
 
@@ -97,6 +101,11 @@ class Group:
     """Columns of its own, arrays `[all rows, ..., lanes]`: next uses, and a first pass's routing."""
     walk: RecencyWalk | RankedWalk | None
     """The faster scan, where the group can take it."""
+
+    @property
+    def whole_carry(self) -> Tree:
+        """The carry with all that was counted."""
+        return self.walk.whole(self.carry) if isinstance(self.walk, RecencyWalk) else self.carry
 
 
 class Replayer:
@@ -189,7 +198,7 @@ class Replayer:
         """Everything a later `from_state` needs, as arrays that `numpy.savez` can write."""
         arrays = {"row": np.array(self.row)}
         for number, group in enumerate(self.groups):
-            for path, value in jax.tree_util.tree_leaves_with_path(group.carry):
+            for path, value in jax.tree_util.tree_leaves_with_path(group.whole_carry):
                 arrays[f"{number}{jax.tree_util.keystr(path)}"] = np.array(value)
         return arrays
 
@@ -227,7 +236,8 @@ class Replayer:
         """The counters of every cell over the rows replayed so far; tokens and events are the trace's."""
         found: dict[int, CellNumbers] = {}
         for group in self.groups:
-            counters, sums = np.asarray(group.carry["counters"]), np.asarray(group.carry["sums"])
+            carry = group.whole_carry
+            counters, sums = np.asarray(carry["counters"]), np.asarray(carry["sums"])
             for lane, index in enumerate(group.indices):
                 found[index] = self._cell_numbers(index, counters[..., lane], sums[..., lane])
         return [found[index] for index in range(len(self.cells))]
@@ -460,26 +470,6 @@ class Replayer:
                 f"{self.trace.path}/routing: a weight is NaN at {self.columns.place(row)}; "
                 f"{step.policy.name} cannot tell which slots are light"
             )
-
-
-def phase_numbers(
-    counters: NDArray[np.int64], sums: NDArray[np.float64], tokens: int, events: int, has_scores: bool
-) -> PhaseNumbers:
-    """The counters of one phase under their names in the JSON contract; ratios of nothing are None."""
-    count = {name: int(value) for name, value in zip(COUNTERS, counters, strict=True)}
-    mean = {name: float(value) / events if events else None for name, value in zip(SUMS, sums, strict=True)}
-    read_mib = count.pop("read_bytes") / MIB
-    return PhaseNumbers(
-        tokens=tokens,
-        hit_rate=count["hits"] / count["lookups"] if count["lookups"] else None,
-        capacity_misses=count["misses"] - count["cold_misses"],
-        read_mib=read_mib,
-        read_mib_per_token=read_mib / tokens if tokens else None,
-        mass_displaced=mean["mass_displaced"] if has_scores else None,
-        score_regret=mean["score_regret"] if has_scores else None,
-        agreement=mean["agreement"],
-        **count,
-    )
 
 
 def _acting(route: Route) -> tuple[Step, ...]:

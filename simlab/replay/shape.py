@@ -29,12 +29,12 @@ NO_ROW = np.iinfo(np.int64).max
 
 def at_layer(x: Array, layer: Array) -> Array:
     """`x[layer]`."""
-    return lax.dynamic_index_in_dim(x, layer, 0, keepdims=False)
+    return lax.dynamic_index_in_dim(x, layer, 0, keepdims=False, allow_negative_indices=False)
 
 
 def put(x: Array, of_layer: Array, layer: Array) -> Array:
     """`x` with `of_layer` at `layer`."""
-    return lax.dynamic_update_index_in_dim(x, of_layer, layer, 0)
+    return lax.dynamic_update_index_in_dim(x, of_layer, layer, 0, allow_negative_indices=False)
 
 
 def first_counts(n_lanes: int) -> Tree:
