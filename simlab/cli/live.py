@@ -67,6 +67,16 @@ def add_commands(commands: Any) -> None:
     add_model(parser)
     add_cell_options(parser, lists=True, default_budget=AS_RECORDED)
     add_engine_options(parser)
+    external = parser.add_argument_group("another engine")
+    external.add_argument(
+        "--engine-binary",
+        metavar="PATH",
+        help="run this program of the BigMoeOnEdge family instead, on the trace's --text, or --prompt and -n",
+    )
+    external.add_argument("--text", metavar="FILE", help="the text the trace was recorded on")
+    external.add_argument("--prompt", metavar="STR", help="the prompt the trace was recorded on")
+    external.add_argument("-n", type=whole_number(1), metavar="N", help="tokens to generate after --prompt")
+    external.add_argument("--engine-args", metavar="STR", help="further words for its command line")
     add_json(parser)
     parser.set_defaults(run=_validate)
 
@@ -88,6 +98,15 @@ def _record(args: argparse.Namespace) -> None:
 
 
 def _validate(args: argparse.Namespace) -> None:
+    if args.engine_binary is not None:
+        from simlab.judge.external import external_command
+
+        external_command(args)
+        return
+    for name in ("text", "prompt", "n", "engine_args"):
+        if getattr(args, name) is not None:
+            option = "-n" if name == "n" else f"--{name.replace('_', '-')}"
+            raise InputError(f"{option}: goes with --engine-binary; the trace's own tokens are run here")
     from simlab.judge.validate import validate_command
 
     validate_command(args)
