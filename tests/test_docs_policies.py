@@ -10,6 +10,7 @@ import pytest
 from synthetic import generate, make_header
 
 from simlab.cells import build_cells, parse_route
+from simlab.cli.main import main
 from simlab.policy import builtin_policies
 from simlab.record.live_route import LiveRoute
 from simlab.replay.run import replay
@@ -97,3 +98,8 @@ def test_the_page_names_files_and_inputs_that_exist():
     named = set(re.findall(r"^\| `\"(\w+)\"` \|", PAGE, re.MULTILINE))
     asked = frozenset().union(*(p.needs for p in builtin_policies().values() if hasattr(p, "stage")))
     assert named == {"scores", "rank", "weights", "mass", "lighter"} >= asked
+
+
+def test_the_page_of_built_in_policies_is_what_the_command_prints(capsys):
+    assert main(["policies", "--markdown"]) == 0
+    assert (ROOT / "docs" / "builtin-policies.md").read_text() == capsys.readouterr().out

@@ -17,8 +17,10 @@ pytest.importorskip("vl_convert")
 from simlab.cells import build_cells
 from simlab.charts.live import comparison_chart
 from simlab.charts.pages import write_sweep_page
+from simlab.charts.pictures import write_sweep_picture
 from simlab.charts.sweeps import margin_chart, sweep_charts
 from simlab.charts.words import budget_label, route_label
+from simlab.errors import InputError
 from simlab.judge.report import TraceReport, verdict, write_report
 from simlab.judge.verdict import DASH, Verdict, sweep_choice
 from simlab.trace.measured import Measured
@@ -370,3 +372,13 @@ def test_budget_labels(budget: str, label: str) -> None:
 def test_route_labels(route: str, label: str) -> None:
     (cell,) = cells(routes=[route], margins=[])
     assert route_label(cell) == label
+
+
+def test_a_sweep_is_one_picture_on_white(tmp_path: Path) -> None:
+    write_sweep_picture(tmp_path / "s.svg", SWEEP)
+    text = (tmp_path / "s.svg").read_text("utf-8")
+    assert text.startswith("<svg")
+    assert "Decode miss rate against margin" in text
+    assert 'fill="white"' in text
+    with pytest.raises(InputError, match="nothing to draw"):
+        write_sweep_picture(tmp_path / "t.svg", [numbers(cells(margins=[])[0], 0.5, 1.0, mass=None)])

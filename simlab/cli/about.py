@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
+import inspect
 import mmap
 import os
 import platform
@@ -28,6 +29,9 @@ def add_commands(commands: Any) -> None:
     """Add the commands to the subparsers."""
     parser = commands.add_parser("policies", help="every policy, its knobs, its inputs, its source")
     add_json(parser)
+    parser.add_argument(
+        "--markdown", action="store_true", help="print a page with each policy's whole description"
+    )
     parser.set_defaults(run=_policies)
     parser = commands.add_parser("doctor", help="versions, memory, direct reads, tensor layout, devices")
     parser.set_defaults(run=_doctor)
@@ -66,6 +70,9 @@ def _policies(args: argparse.Namespace) -> None:
     if args.json:
         print_json(facts)
         return
+    if args.markdown:
+        print(_policies_page(list(builtin_policies().values())))
+        return
     for f in facts:
         print(f"{f['name']} ({f['kind']}{', ' + f['stage'] if f['stage'] else ''}): {f['what']}")
         for name, k in f["knobs"].items():
@@ -77,6 +84,42 @@ def _policies(args: argparse.Namespace) -> None:
             lacking = "" if one["untrained"] is None else f", without it {one['untrained']:g}"
             print(f"    learns {name} per {one['per']} with --train{lacking}: {one['help']}")
         print(f"    source: {f['source']}")
+
+
+# ---------------------------------------------------------------------------------------------------------
+
+
+def _policies_page(policies: list[RoutingPolicy | EvictionPolicy]) -> str:
+    """All policies as Markdown: what their docstrings say, with knobs, inputs and sources."""
+    lines = [
+        "# The policies that are built in",
+        "",
+        "Printed by `simlab policies --markdown` from the sources in `policies/`.",
+    ]
+    for title, kind in (("Routing", RoutingPolicy), ("Eviction", EvictionPolicy)):
+        lines += ["", f"## {title}"]
+        for policy in (p for p in policies if isinstance(p, kind)):
+            lines += ["", *_policy_lines(policy)]
+    return "\n".join(lines)
+
+
+def _policy_lines(policy: RoutingPolicy | EvictionPolicy) -> list[str]:
+    f = policy_facts(policy)
+    stage = f" ({f['stage']})" if f["stage"] else ""
+    lines = [f"### `{f['name']}`{stage}", "", inspect.cleandoc(policy.function.__doc__ or "").strip(), ""]
+    for name, k in f["knobs"].items():
+        whole = ", a whole number" if k["integer"] else ""
+        lines.append(
+            f"- `{name}`: {k['help']}; {k['low']:g} to {k['high']:g}{whole}, {k['default']:g} if left out"
+        )
+    lines += [
+        f"- learns {name} per {one['per']} with `--train`: {one['help']}" for name, one in f["learns"].items()
+    ]
+    if f["kind"] == "routing" or f["needs"]:
+        lines.append(f"- needs: {', '.join(f['needs']) or 'nothing'}")
+    if f["source"]:
+        lines.append(f"- source: {f['source']}")
+    return lines
 
 
 # ---------------------------------------------------------------------------------------------------------

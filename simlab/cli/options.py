@@ -32,7 +32,7 @@ FEW_EXPERTS = 4
 
 AS_RECORDED = "the one the trace was recorded at"
 AS_MEMORY_ALLOWS = "all experts, or what free memory holds of them"
-TABLES, PAGES = (".parquet", ".csv"), (".html",)
+TABLES, PAGES, PICTURES = (".parquet", ".csv"), (".html",), (".svg",)
 """Endings of the files that commands write."""
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from simlab.cli.options import (
     AS_RECORDED,
     PAGES,
+    PICTURES,
     TABLES,
     add_cell_options,
     add_force,
@@ -83,7 +84,11 @@ def add_commands(commands: Any) -> None:
     add_cell_options(parser, lists=True, default_budget=AS_RECORDED)
     add_json(parser)
     parser.add_argument("--out", metavar="F.parquet|.csv", help="write the cells as a flat table")
-    parser.add_argument("--chart", metavar="F.html", help="write a chart of the cells")
+    parser.add_argument(
+        "--chart",
+        metavar="F.html|.svg",
+        help="write a page with charts of the cells, or the first of them as a picture",
+    )
     parser.add_argument(
         "--group",
         type=whole_number(1),
@@ -151,7 +156,7 @@ def _sweep(args: argparse.Namespace) -> None:
     from simlab.trace.store import open_trace
 
     out = output_file(args, "out", TABLES)
-    chart = output_file(args, "chart", PAGES)
+    chart = output_file(args, "chart", (*PAGES, *PICTURES))
     if chart is not None and len(args.traces) > 1:
         raise InputError("--chart: shows one trace; give one")
     if args.ray is not None:
@@ -174,10 +179,7 @@ def _sweep(args: argparse.Namespace) -> None:
         if parts is not None:
             parts.remove()
     if chart is not None:
-        from simlab.charts.pages import write_sweep_page
-
-        write_whole(chart, lambda path: write_sweep_page(path, numbers[0], traces[0]))
-        say_written(chart)
+        _draw(chart, numbers[0], traces[0])
     several = len(traces) > 1
     if args.json:
         named = zip(args.traces, numbers, strict=True)
@@ -185,6 +187,18 @@ def _sweep(args: argparse.Namespace) -> None:
         return
     for trace, of_trace in zip(args.traces, numbers, strict=True):
         print((f"{trace}\n" if several else "") + table(of_trace))
+
+
+def _draw(chart: Path, numbers: Sequence[CellNumbers], trace: Trace) -> None:
+    if chart.suffix in PICTURES:
+        from simlab.charts.pictures import write_sweep_picture
+
+        write_whole(chart, lambda path: write_sweep_picture(path, numbers))
+    else:
+        from simlab.charts.pages import write_sweep_page
+
+        write_whole(chart, lambda path: write_sweep_page(path, numbers, trace))
+    say_written(chart)
 
 
 def _run_groups(
