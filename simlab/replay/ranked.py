@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from simlab.replay.batches import WORD
 from simlab.replay.recency import Passed, below, ones, pass_bits
-from simlab.replay.shape import COUNTERS, Tree, at_layer, first_counts, put
+from simlab.replay.shape import COUNTERS, Tree, at_layer, put
 from simlab.types import Array
 
 WORDS_AT_ONCE = 2
@@ -47,16 +46,6 @@ class RankedShape:
         """Equal for shapes that compile to the same program."""
         sizes = (self.n_layers, self.n_expert, self.n_slots, self.n_lines, self.n_words)
         return ("ranked", self.per_layer, *sizes)
-
-
-def first_carry(shape: RankedShape, n_lanes: int) -> Tree:
-    """Empty caches and zero counters, as far as lanes differ."""
-    n_caches = shape.n_layers if shape.per_layer else 1
-    return {
-        "resident": np.zeros((shape.n_layers, shape.n_expert, n_lanes), bool),
-        "used": np.zeros((n_caches, n_lanes), np.int32),
-        **first_counts(n_lanes),
-    }
 
 
 def run(
@@ -83,25 +72,28 @@ def run(
     told = jnp.zeros((n_rows, 2, n_lanes), jnp.int32)
     words = _laid_out(shape, carry, order, lanes)
     bits, used, told = lax.fori_loop(0, n, step, (_Bits(words, _some(shape, words)), carry["used"], told))
-    hits, evictions = told[:, 0], told[:, 1]
+    return carry | {
+        "resident": _resident(shape, bits.words, order, lanes),
+        "used": used,
+        "counters": carry["counters"] + shared + added_up(rows, n, told[:, 0], told[:, 1], lanes),
+    }
+
+
+def added_up(rows: Tree, n: Array, hits: Array, evictions: Array, lanes: Tree) -> Array:
+    """int64 `[2, counters, W]`: by phase what the first `n` steps count, of hits and evictions by step `[rows, W]`."""
     misses = rows["n"][:, None] - hits
-    off = lanes["off"]
     count = {
         "hits": hits,
         "misses": misses,
         "read_bytes": misses * lanes["entry_bytes"][rows["layer"]][:, None],
         "evictions": evictions,
-        "rereads": jnp.where(off, 0, misses - rows["n_cold"][:, None]),
+        "rereads": jnp.where(lanes["off"], 0, misses - rows["n_cold"][:, None]),
     }
     none = jnp.zeros_like(misses)
     counters = jnp.stack([count.get(name, none).astype(jnp.int64) for name in COUNTERS], axis=1)
-    walked = (jnp.arange(n_rows) < n) & rows["counted"]
+    walked = (jnp.arange(len(hits)) < n) & rows["counted"]
     phase = (walked & (rows["decode"] == jnp.arange(2)[:, None]))[..., None, None]
-    return carry | {
-        "resident": _resident(shape, bits.words, order, lanes),
-        "used": used,
-        "counters": carry["counters"] + shared + jnp.where(phase, counters, 0).sum(axis=1),
-    }
+    return jnp.where(phase, counters, 0).sum(axis=1)
 
 
 class _Bits(NamedTuple):

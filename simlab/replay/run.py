@@ -17,9 +17,6 @@ from typing import Any
 import jax
 import numpy as np
 from numpy.typing import NDArray
-from simlab.replay.devices import offer_cores
-from simlab.replay.fixed_order import has_fixed_order
-from simlab.replay.tally import phase_numbers
 
 from simlab.cells import MIB, check_cache, check_eviction, effective_k, resolve_budget
 from simlab.errors import InputError
@@ -27,6 +24,7 @@ from simlab.learning import learn
 from simlab.policy import find_eviction
 from simlab.policy_check import check_policy
 from simlab.replay.columns import ColumnNeeds, TraceColumns, WeightSource
+from simlab.replay.devices import offer_cores
 from simlab.replay.future import (
     NOTE,
     cut,
@@ -36,11 +34,15 @@ from simlab.replay.future import (
     router_walks,
 )
 from simlab.replay.kernel import first_carry, program
+from simlab.replay.keyed_walk import KeyedWalk
 from simlab.replay.lanes import lanes_of, padded_lanes
 from simlab.replay.ranked_walk import RankedWalk
 from simlab.replay.recency import is_recency
 from simlab.replay.recency_walk import RecencyWalk, can_count
 from simlab.replay.shape import COUNTERS, NO_ROW, ProgramShape, Tree, code_key
+from simlab.replay.shared_order import shared_order
+from simlab.replay.shared_walk import SharedWalk
+from simlab.replay.tally import phase_numbers
 from simlab.replay.training import load_training, prepared
 from simlab.routing import knob_values
 from simlab.trace.store import Trace, open_trace
@@ -99,7 +101,7 @@ class Group:
     """Per chunk, arrays `[rows, ..., lanes]`; empty unless the shape asks for detail."""
     foretold: Tree
     """Columns of its own, arrays `[all rows, ..., lanes]`: next uses, and a first pass's routing."""
-    walk: RecencyWalk | RankedWalk | None
+    walk: RecencyWalk | SharedWalk | None
     """The faster scan, where the group can take it."""
 
     @property
@@ -327,7 +329,8 @@ class Replayer:
                 walk = RecencyWalk(self.columns, shape, budgets, self._entry_bytes)
             else:
                 knobs = knob_values(eviction.knobs, cells[0].evict_knobs)
-                walk = RankedWalk(self.columns, shape, budgets, self._entry_bytes, knobs, foretold)
+                kind = RankedWalk if fast[0] == "fixed" else KeyedWalk
+                walk = kind(self.columns, shape, budgets, self._entry_bytes, knobs, foretold)
         carry = walk.first_carry(len(cells)) if walk is not None else first_carry(shape, len(cells))
         if eviction.prepare is not None:
             assert self.training is not None
@@ -366,8 +369,8 @@ class Replayer:
         rerank, drop = steps.get("rerank"), steps.get("drop")
         eviction = find_eviction(cell.evict)
         recency = is_recency(eviction)
-        ranked = not recency and follows_router(cell.route) and has_fixed_order(eviction)
-        if self._plain or cell.sequential or "swap" in steps or not (recency or ranked):
+        order = shared_order(eviction) if not recency and follows_router(cell.route) else None
+        if self._plain or cell.sequential or "swap" in steps or not (recency or order):
             return ()
         if rerank is not None and (not rerank.policy.ordered or rerank.policy.learns):
             return ()
@@ -380,7 +383,7 @@ class Replayer:
             return ()
         per_layer = resolve_budget(cell.budget, cell.scope, self.trace.header, k).per_layer
         knobs = vars(knob_values(eviction.knobs, cell.evict_knobs))
-        return ("recency", k, per_layer) if recency else ("ranked", k, per_layer, tuple(knobs.items()))
+        return ("recency", k, per_layer) if recency else (order, k, per_layer, tuple(knobs.items()))
 
     def _learned(self, shape: ProgramShape) -> Tree:
         """What the routing policies of a group learned: one for all its lanes."""

@@ -1,15 +1,15 @@
-"""Whether the order in which a policy evicts is fixed beforehand, found out from its own code.
+"""What an eviction policy's keys rest on, found out from its own code.
 
-It is where an entry's key moves only when the entry is used, and is the same in every lane then. That is read off
-the policy's functions as JAX traces them: the key reads neither the batch's number nor what changes by itself,
-`touch` does not read whether it was a hit, and both work entry by entry.
+On a routing that no lane changes, an entry's uses are the same in every lane. A policy that makes its state of
+those alone, not of hits, has the same keys in all lanes; if its key does not move from batch to batch either, the
+order in which it evicts is fixed beforehand. That is read off the policy's functions as JAX traces them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,18 +30,23 @@ _BY_ENTRY = {
 """Primitives that make each element of the same elements of what they are given, alike in NumPy and XLA."""
 
 
-_KNOWN: dict[Hashable, bool] = {}
+Order = Literal["fixed", "moving"]
+_KNOWN: dict[Hashable, Order | None] = {}
 
 
-def has_fixed_order(policy: EvictionPolicy) -> bool:
-    """Whether a key policy's order of eviction is known before a replay on a routing that no lane changes."""
+def shared_order(policy: EvictionPolicy) -> Order | None:
+    """How a key policy orders entries on a routing that no lane changes; None where it may differ by lane.
+
+    "fixed": a key moves only when its entry is used. "moving": it may move with every batch.
+    """
     code = code_key((), policy)
     if code not in _KNOWN:
-        _KNOWN[code] = policy.key is not None and policy.needs <= {"ids", "future"} and _is_fixed(policy)
+        takes_part = policy.key is not None and policy.needs <= {"ids", "future"}
+        _KNOWN[code] = _shared_order(policy) if takes_part else None
     return _KNOWN[code]
 
 
-def _is_fixed(policy: EvictionPolicy) -> bool:
+def _shared_order(policy: EvictionPolicy) -> Order | None:
     state = first_state(policy.state, (_N,))
     ids = {"layer": np.zeros(_N, np.int32), "expert": np.zeros(_N, np.int32)} if "ids" in policy.needs else {}
     knobs = {
@@ -62,19 +67,21 @@ def _is_fixed(policy: EvictionPolicy) -> bool:
     access = {"position": whole, "first": no, "weight": np.zeros(_N, np.float32), "batch": whole}
     access |= {"layer": whole.astype(np.int32), "expert": whole.astype(np.int32)}
     access |= {"next_position": whole, "next_batch": whole}
-    return _ignores_last(key_of, state | ids, whole, knobs, np.int64(0)) and (
-        touch is None or _ignores_last(touched, state, access, knobs, no)
-    )
+    of_key = _uses_last(key_of, state | ids, whole, knobs, np.int64(0))
+    of_touch = False if touch is None else _uses_last(touched, state, access, knobs, no)
+    if of_key is None or of_touch is not False:
+        return None
+    return "moving" if of_key else "fixed"
 
 
-def _ignores_last(function: Callable[..., Any], *arguments: Any) -> bool:
-    """Whether a function works entry by entry and makes nothing of its last argument."""
+def _uses_last(function: Callable[..., Any], *arguments: Any) -> bool | None:
+    """Whether a function makes anything of its last argument; None where it does not work entry by entry."""
     try:
         jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
     except Exception:
         # A policy that fails says so when it runs.
-        return False
-    return _by_entry(jaxpr) and not _is_used(jaxpr, jaxpr.invars[-1])
+        return None
+    return _is_used(jaxpr, jaxpr.invars[-1]) if _by_entry(jaxpr) else None
 
 
 def _by_entry(jaxpr: Any) -> bool:

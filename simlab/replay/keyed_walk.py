@@ -1,0 +1,69 @@
+"""A group of cells that route alike and whose keys move by themselves: hands them to the scan of `keyed.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from simlab.replay.batches import padded
+from simlab.replay.columns import TraceColumns
+from simlab.replay.keyed import KeyedShape, run
+from simlab.replay.programs import compiled
+from simlab.replay.shape import ProgramShape, Tree
+from simlab.replay.shared_walk import STEPS, SharedWalk, Uses, of_uses
+from simlab.types import ResolvedBudget
+
+
+class KeyedWalk(SharedWalk):
+    """Takes what `SharedWalk` does."""
+
+    def __init__(
+        self,
+        columns: TraceColumns,
+        program: ProgramShape,
+        budgets: Sequence[ResolvedBudget],
+        sizes: NDArray[np.int64],
+        knobs: SimpleNamespace,
+        foretold: Mapping[str, NDArray[np.int64]],
+    ) -> None:
+        super().__init__(columns, program, budgets, sizes, knobs, foretold)
+        self._shape = KeyedShape(
+            eviction=program.eviction,
+            n_layers=program.n_layers,
+            n_expert=program.n_expert,
+            n_slots=program.n_slots,
+            per_layer=self._per_layer,
+        )
+        self.lanes |= {"knob_values": vars(knobs)}
+
+    def _call(
+        self,
+        carry: Tree,
+        moving: Tree,
+        uses: Uses,
+        steps: Tree,
+        shared: NDArray[np.int64],
+        lanes: Tree,
+    ) -> Tree:
+        shape, n_lanes = self._shape, carry["used"].shape[1]
+        known = {"stamp": carry["stamp"], "state": carry["eviction_state"]}
+        entry = uses.entry.astype(np.int32)
+        rows = steps | {
+            "look_up": of_uses(entry, steps["look_up"], -1),
+            "put": of_uses(entry, steps["put"], -1),
+            "stamp": of_uses(uses.position, steps["put"], 0),
+        }
+        rows |= {f"state {name}": of_uses(x, steps["put"], 0) for name, x in uses.state.items()}
+        rows = padded(rows, STEPS + 1)
+        rows["state"] = {name: rows.pop(f"state {name}") for name in uses.state}
+
+        def function(carry: Tree, known: Tree, rows: Tree, n: Any, shared: Any, lanes: Tree) -> Tree:
+            return run(shape, carry, known, rows, n, shared, lanes)
+
+        call = compiled((shape.key, n_lanes), function)
+        return call(moving, jax.device_put(known), rows, np.int32(len(steps["n"])), shared, lanes)
