@@ -17,7 +17,7 @@ from simlab.judge.fidelity import COUNTED, Counts, counts_of_recording, counts_o
 from simlab.judge.measure import measure
 from simlab.judge.quality import QualityModel, recorded_cell
 from simlab.judge.quality_features import features_of
-from simlab.judge.stats import block_bootstrap_of
+from simlab.judge.stats import block_bootstrap_mean, block_bootstrap_of
 from simlab.judge.trace_set import STEPS, Place, open_set
 from simlab.replay.run import replay
 from simlab.trace.blend import ENGINE, blend, check_same_events
@@ -100,11 +100,15 @@ def test_unlike_runs_are_refused():
 def test_a_bootstrap_of_a_ratio_holds_it_and_draws_the_same_blocks():
     generator = np.random.default_rng(3)
     under = generator.uniform(1, 2, 640)
-    ratio = block_bootstrap_of([[3 * under], [under]], lambda a, b: a / b)
+    (ratio,) = block_bootstrap_of([[3 * under], [under]], lambda a, b: np.stack([a / b]))
     assert ratio == pytest.approx((3.0, 3.0))
-    apart = block_bootstrap_of([[3 * under], [under]], lambda a, b: a / b, drawn=(0, 1))
+    (apart,) = block_bootstrap_of([[3 * under], [under]], lambda a, b: np.stack([a / b]), drawn=(0, 1))
     assert apart.low < 3 < apart.high
-    assert math.isnan(block_bootstrap_of([[np.ones(1)]], lambda a: a).low)
+    texts = [under[:200], under[200:]]
+    means = block_bootstrap_of([texts, texts], lambda a, b: np.stack([a, b, a - b]))
+    assert means[0] == means[1] == pytest.approx(block_bootstrap_mean(texts))
+    assert means[2] == (0.0, 0.0)
+    assert math.isnan(block_bootstrap_of([[np.ones(1)]], lambda a: np.stack([a]))[0].low)
 
 
 # -- blends -----------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
@@ -26,9 +26,11 @@ from simlab.replay.slots import row_table
 from simlab.trace.store import Trace
 from simlab.types import DECODE, THROW_AWAY_TURN, Cell
 
-Level = Literal["L2", "L3"]
+Floats = NDArray[np.float64]
 
 COUNTED = ("lookups", "misses", "read_bytes", "slots", "substituted", "dropped")
+N_RESAMPLES = 2_000
+"""Of the many intervals of a grid."""
 N_PARTS = 4
 """Stretches of a text that errors by position are given for."""
 
@@ -149,49 +151,48 @@ def errors(replay: Sequence[Counts], live: Sequence[Counts], *, paired: bool) ->
                     f"a replay of {first.n_tokens} tokens beside a live run of {second.n_tokens}"
                 )
 
-    def points(over: str, under: str) -> Off:
-        return _off(replay, live, (over, under), _difference, 100.0, paired)
-
-    bytes_read = _off(replay, live, ("read_bytes", None), _percent, 1 / MIB, paired)
+    counts = [[run.of[name].sum(axis=1) for run in runs] for runs in (replay, live) for name in COUNTED]
+    means = [np.array([np.concatenate(texts).mean()]) for texts in counts]
+    intervals = block_bootstrap_of(
+        counts,
+        lambda *drawn: np.stack([error(*both) for error, both in _figures(drawn)]),
+        drawn=None if paired else [0] * len(COUNTED) + [1] * len(COUNTED),
+        n_resamples=N_RESAMPLES,
+    )
     return Errors(
-        points("misses", "lookups"), bytes_read, points("substituted", "slots"), points("dropped", "slots")
+        *(
+            Off(float(a[0]), float(b[0]), float(error(a, b)[0]), interval)
+            for (error, (a, b)), interval in zip(_figures(means), intervals, strict=True)
+        )
     )
 
 
-def _off(
-    replay: Sequence[Counts],
-    live: Sequence[Counts],
-    names: tuple[str, str | None],
-    error: Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64]],
-    unit: float,
-    paired: bool,
-) -> Off:
-    """One figure, a ratio of two counts or a mean per token, with the interval of its error."""
-    over, under = names
+def _figures(
+    means: Sequence[Floats],
+) -> list[tuple[Callable[[Floats, Floats], Floats], tuple[Floats, Floats]]]:
+    """How each figure of `Errors` is compared, and the figure on both sides, from the means of all counts."""
+    sides: list[dict[str, Floats]] = [
+        dict(zip(COUNTED, means[i : i + len(COUNTED)], strict=True)) for i in (0, len(COUNTED))
+    ]
 
-    def series(runs: Sequence[Counts], name: str | None) -> list[NDArray[np.float64]]:
-        if name is None:
-            return [np.ones(run.n_tokens) for run in runs]
-        return [run.of[name].sum(axis=1).astype(np.float64) for run in runs]
-
-    quantities = [series(runs, name) for runs in (replay, live) for name in (over, under)]
-    means = [np.array([np.concatenate(s).mean()]) for s in quantities]
-
-    def figures(a: NDArray, b: NDArray, c: NDArray, d: NDArray) -> tuple[NDArray, NDArray]:
+    def share(over: str, under: str) -> tuple[Floats, Floats]:
         with np.errstate(divide="ignore", invalid="ignore"):
-            return unit * a / b, unit * c / d
+            first, second = (100 * side[over] / side[under] for side in sides)
+        return first, second
 
-    both = figures(*means)
-    interval = block_bootstrap_of(
-        quantities, lambda *m: error(*figures(*m)), drawn=None if paired else (0, 0, 1, 1)
-    )
-    return Off(float(both[0][0]), float(both[1][0]), float(error(*both)[0]), interval)
+    read, live_read = (side["read_bytes"] / MIB for side in sides)
+    return [
+        (_difference, share("misses", "lookups")),
+        (_percent, (read, live_read)),
+        (_difference, share("substituted", "slots")),
+        (_difference, share("dropped", "slots")),
+    ]
 
 
-def _difference(replay: NDArray[np.float64], live: NDArray[np.float64]) -> NDArray[np.float64]:
+def _difference(replay: Floats, live: Floats) -> Floats:
     return replay - live
 
 
-def _percent(replay: NDArray[np.float64], live: NDArray[np.float64]) -> NDArray[np.float64]:
+def _percent(replay: Floats, live: Floats) -> Floats:
     with np.errstate(divide="ignore", invalid="ignore"):
         return 100 * (replay / live - 1)

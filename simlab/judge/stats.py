@@ -67,9 +67,7 @@ def block_bootstrap_mean(
     """
     if sum(len(values) for values in series) < 2:
         return UNKNOWN
-    tail = 100 * (1 - LEVEL) / 2
-    low, high = np.percentile(_resampled_means(series, block, n_resamples, seed), [tail, 100 - tail])
-    return Interval(float(low), float(high))
+    return _percentiles(_resampled_means(series, block, n_resamples, seed))
 
 
 def standard_error(
@@ -93,24 +91,32 @@ def block_bootstrap_of(
     block: int = BLOCK_TOKENS,
     n_resamples: int = N_RESAMPLES,
     seed: int = 0,
-) -> Interval:
-    """Percentile interval for a statistic of the means of several quantities, such as a ratio.
+) -> list[Interval]:
+    """Percentile intervals for statistics of the means of several quantities, such as ratios, from the same draws.
 
     Args:
         quantities: of each, series as `block_bootstrap_mean` takes them.
-        statistic: the resampled means of each quantity, float64 `[n_resamples]`, to as many values.
+        statistic: the resampled means of each quantity, float64 `[n_resamples]`, to statistics, `[n, n_resamples]`.
         drawn: a number for each quantity; those of equal number are of the same tokens, and drawn in the same
             blocks. None: all of them.
     """
-    if any(sum(len(values) for values in series) < 2 for series in quantities):
-        return UNKNOWN
-    means = [
-        _resampled_means(series, block, n_resamples, seed + of)
-        for series, of in zip(quantities, drawn or [0] * len(quantities), strict=True)
-    ]
+    drawn = drawn or [0] * len(quantities)
+    means: list[np.ndarray] = [np.empty(0)] * len(quantities)
+    for group in set(drawn):
+        chosen = [i for i, of in enumerate(drawn) if of == group]
+        series = [np.stack(texts, axis=1) for texts in zip(*(quantities[i] for i in chosen), strict=True)]
+        if sum(len(values) for values in series) < 2:
+            found = np.full((n_resamples, len(chosen)), math.nan)
+        else:
+            found = _resampled_means(series, block, n_resamples, seed + group)
+        for place, i in enumerate(chosen):
+            means[i] = found[:, place]
     with np.errstate(divide="ignore", invalid="ignore"):
-        values = statistic(*means)
-    values = values[np.isfinite(values)]
+        values = np.asarray(statistic(*means))
+    return [_percentiles(of[np.isfinite(of)]) for of in values]
+
+
+def _percentiles(values: np.ndarray) -> Interval:
     if not len(values):
         return UNKNOWN
     tail = 100 * (1 - LEVEL) / 2
@@ -119,9 +125,9 @@ def block_bootstrap_of(
 
 
 def _resampled_means(series: Sequence[np.ndarray], block: int, n_resamples: int, seed: int) -> np.ndarray:
-    """float64 `[n_resamples]`: means over all values of resampled series; equal seeds and lengths draw alike."""
+    """float64 `[n_resamples, ...]`: means over all values of resampled series `[n, ...]`; equal seeds draw alike."""
     generator = np.random.default_rng(seed)
-    totals = np.zeros(n_resamples)
+    totals = np.zeros((n_resamples, *np.shape(series[0])[1:]))
     for values in series:
         totals += _resampled_sums(np.asarray(values, dtype=np.float64), block, n_resamples, generator)
     return totals / sum(len(values) for values in series)
@@ -130,18 +136,23 @@ def _resampled_means(series: Sequence[np.ndarray], block: int, n_resamples: int,
 def _resampled_sums(
     values: np.ndarray, block: int, n_resamples: int, generator: np.random.Generator
 ) -> np.ndarray:
-    """float64 `[n_resamples]`: sums of n values drawn in circular blocks."""
+    """float64 `[n_resamples, ...]`: sums of n values of `[n, ...]` drawn in circular blocks."""
     n = len(values)
+    sums = np.zeros((n_resamples, *values.shape[1:]))
     if n == 0:
-        return np.zeros(n_resamples)
+        return sums
     length = max(1, min(block, n // _LEAST_BLOCKS))
-    lengths = np.full(math.ceil(n / length), length)
-    lengths[-1] = n - length * (len(lengths) - 1)
-    running = np.concatenate([[0.0], np.cumsum(np.concatenate([values, values[:length]]))])
-    sums, step = np.empty(n_resamples), max(1, _AT_ONCE // len(lengths))
+    n_blocks = math.ceil(n / length)
+    running = np.concatenate(
+        [np.zeros((1, *values.shape[1:])), np.cumsum(np.concatenate([values, values[:length]]), axis=0)]
+    )
+    starts_at = np.arange(n)
+    whole = running[starts_at + length] - running[starts_at]
+    last = running[starts_at + n - length * (n_blocks - 1)] - running[starts_at]
+    step = max(1, _AT_ONCE // (n_blocks * max(1, values[0].size)))
     for at in range(0, n_resamples, step):
-        starts = generator.integers(0, n, size=(min(step, n_resamples - at), len(lengths)))
-        sums[at : at + step] = (running[starts + lengths] - running[starts]).sum(axis=1)
+        starts = generator.integers(0, n, size=(min(step, n_resamples - at), n_blocks))
+        sums[at : at + step] = whole[starts[:, :-1]].sum(axis=1) + last[starts[:, -1]]
     return sums
 
 
