@@ -248,18 +248,7 @@ class Foreteller:
         self.timings = timings_of_trace(trace) if timings is None else timings
         self.model = fit(self.timings)
         self.costs = fit_costs(trace, self.timings)
-        training = load_training(train, trace.header) if train is not None and not _own_part(train) else None
-        self._rehearsed = rehearsal(trace, recorded, training) if recorded is not None else None
-
-    def policy_ms(self, cell: Cell) -> float | None:
-        """ms per token that the cell's own code takes beyond the recorded cell's; None where that is not known."""
-        if self._rehearsed is None:
-            return None
-        try:
-            return self._rehearsed.extra_ms(cell)
-        except InputError:
-            # Only a replay can run it: it knows the future, or learns from a part of this very trace.
-            return None
+        self.policy_ms = policy_times(trace, recorded, train)
 
     def foretell(self, replayed: Replayed) -> Foretold:
         """The speed of a cell that was replayed from the same trace."""
@@ -268,8 +257,27 @@ class Foreteller:
         return by_costs(self.costs, replayed.numbers, replayed.work, self.policy_ms(replayed.numbers.cell))
 
 
-def _own_part(train: str) -> bool:
-    return train == "same" or train.endswith("%")
+def policy_times(
+    trace: Trace, recorded: Cell | None, train: str | None = None
+) -> Callable[[Cell], float | None]:
+    """From a cell to the ms per token that its own code takes beyond the recorded cell's; to None where unknown.
+
+    Args:
+        recorded: the cell the trace was recorded under; None: nothing is known.
+    """
+    # A part of this very trace teaches a replay; the engine learns from another trace.
+    elsewhere = train is not None and train != "same" and not train.endswith("%")
+    training = load_training(train, trace.header) if train is not None and elsewhere else None
+    rehearsed = rehearsal(trace, recorded, training) if recorded is not None else None
+
+    def policy_ms(cell: Cell) -> float | None:
+        try:
+            return rehearsed.extra_ms(cell) if rehearsed is not None else None
+        except InputError:
+            # Only a replay can run it: it knows the future, or learns from a part of the trace.
+            return None
+
+    return policy_ms
 
 
 def by_costs(
