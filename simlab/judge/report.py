@@ -147,10 +147,10 @@ def _lead(traces: Sequence[TraceReport]) -> str:
 
 
 def verdict(one: TraceReport) -> Verdict:
-    """The one sentence on a trace: from live runs, else from the sweep, else from the trace alone."""
+    """The one sentence on a trace: from live runs, else from lossy cells of the sweep, else from the trace alone."""
     if (found := live_verdict(one.comparisons)) is not None:
         return found
-    if not one.sweep and one.explanation is not None:
+    if one.chosen is None and one.explanation is not None:
         return trace_verdict(one.explanation)
     return sweep_verdict(one.sweep, one.chosen)
 
