@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ from simlab.judge.against import (
 from simlab.judge.cells_file import can_replay, numbers_of, read_cells_table, same_cell
 from simlab.judge.measure import measure
 from simlab.judge.report_commands import cell_options, train_option
+from simlab.judge.report_inputs import sweeps_by_trace
+from simlab.judge.report_tables import same_cells_table
 from simlab.judge.stats import block_bootstrap_mean
 from simlab.trace.store import open_trace
 from simlab.types import Cell, CellNumbers
@@ -265,6 +268,29 @@ def test_what_was_learned_from_is_asked_for_again(replays: list[Any]) -> None:
         ("25% of decode not counted", ["--train", "25%"]),
     ):
         assert train_option([dataclasses.replace(numbers, note=note)]) == option
+
+
+def test_a_table_of_several_traces_is_split_among_them(files: dict[str, str], replays: list[Any]) -> None:
+    swept = sweeps_by_trace([files["both.csv"]], [DROP, ORIGINAL])
+    expected = [n.decode for n, _ in replays]
+    assert [[n.decode for n in numbers] for numbers in swept.values()] == [expected, expected]
+    swept = sweeps_by_trace([files["sweep.csv"], files["sweep.json"]], [DROP, ORIGINAL])
+    assert [len(numbers) for numbers in swept.values()] == [2, 2]
+    assert sweeps_by_trace([], [DROP]) == {DROP: []}
+
+
+def test_cells_that_all_traces_have_stand_side_by_side(replays: list[Any]) -> None:
+    first = [n for n, _ in replays]
+    half = dataclasses.replace(first[1], decode=dataclasses.replace(first[1].decode, hit_rate=0.5))
+    html = same_cells_table({"a.trace": first, "b.trace": [half]})
+    words = re.findall(r"<t[dh][^>]*>([^<]*)</t[dh]>", html)
+    heads = [
+        "Budget",
+        *(f"{what}, {t}" for what in ("Hit rate (%)", "MiB per token") for t in ("a.trace", "b.trace")),
+    ]
+    assert words == [*heads, "2cycles", "61.8", "50.0", "0.61", "0.61"]
+    assert same_cells_table({"a.trace": first}) == ""
+    assert same_cells_table({"a.trace": first[:1], "b.trace": first[1:]}) == ""
 
 
 # ---------------------------------------------------------------------------------------------------------
