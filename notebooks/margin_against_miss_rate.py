@@ -17,7 +17,7 @@ def _():
     from simlab.errors import SimlabError
     from simlab.judge import explore
 
-    traces = Path(__file__).resolve().parent.parent / "traces"
+    traces = (mo.notebook_dir() or Path.cwd()).parent / "traces"
     return (
         LIVE_LABEL,
         Path,
@@ -51,7 +51,7 @@ def _(mo):
 def _(explore, mo, traces):
     shipped = mo.ui.dropdown(explore.traces_in(traces), value="original.trace", label="Shipped trace")
     typed = mo.ui.text(
-        value=mo.cli_args().get("trace") or "",
+        value=(mo.app_meta().mode and mo.cli_args().get("trace")) or "",
         placeholder="/path/to/your.trace",
         label="or a path of your own",
         full_width=True,

@@ -19,7 +19,7 @@ def _():
     from simlab.judge.explain import explain
     from simlab.judge.explain_text import sections, subtitle
 
-    traces = Path(__file__).resolve().parent.parent / "traces"
+    traces = (mo.notebook_dir() or Path.cwd()).parent / "traces"
     return (
         MISS_TITLE,
         SimlabError,
@@ -55,7 +55,7 @@ def _(mo):
 def _(explore, mo, traces):
     shipped = mo.ui.dropdown(explore.traces_in(traces), value="original.trace", label="Shipped trace")
     typed = mo.ui.text(
-        value=mo.cli_args().get("trace") or "",
+        value=(mo.app_meta().mode and mo.cli_args().get("trace")) or "",
         placeholder="/path/to/your.trace",
         label="or a path of your own",
         full_width=True,

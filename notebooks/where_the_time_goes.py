@@ -25,7 +25,7 @@ def _():
     from simlab.judge.read_lanes import reads_by_size_and_lane
     from simlab.judge.trace_time import read_latencies
 
-    traces = Path(__file__).resolve().parent.parent / "traces"
+    traces = (mo.notebook_dir() or Path.cwd()).parent / "traces"
     return (
         LIVE_LABEL,
         REPLAY_LABEL,
@@ -62,7 +62,7 @@ def _(mo):
 def _(explore, mo, traces):
     shipped = mo.ui.dropdown(explore.traces_in(traces), value="original.trace", label="Shipped trace")
     typed = mo.ui.text(
-        value=mo.cli_args().get("trace") or "",
+        value=(mo.app_meta().mode and mo.cli_args().get("trace")) or "",
         placeholder="/path/to/your.trace",
         label="or a path of your own",
         full_width=True,

@@ -10,3 +10,4 @@ record() {
 record original.trace
 record margin-0.15.trace --margin 0.15
 record drop-0.75.trace --drop 0.75
+simlab validate original.trace --budget 2cycles --margin 0,.05,.1,.15,.2,.3,.45,.6 --threads 1 --json > original.validate.json
