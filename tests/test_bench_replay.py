@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from simlab.bench import contenders, history
 from simlab.bench.generate import PREFILL_TOKENS, generate_trace
 from simlab.bench.replay import check_counts, check_on_the_way, check_slots
 from simlab.bench.scaling import scaling
+from simlab.bench.scratch import scratch_folder
 from simlab.bench.workload import Workload, grid
 from simlab.cells import build_cells
 from simlab.cli.main import main
@@ -322,6 +325,29 @@ def test_a_long_trace_is_replayed_in_a_process_of_its_own(capsys):
     assert found["long"]["ratio"] == pytest.approx(
         found["long"]["s_per_token"] / found["long"]["short_s_per_token"]
     )
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_run_that_is_ended_leaves_nothing_for_long(tmp_path, how):
+    code = (
+        "import sys; from pathlib import Path; from simlab.bench.scratch import scratch_folder\n"
+        "with scratch_folder(Path(sys.argv[1])) as folder:\n"
+        "    (folder / 'f').write_text('x'); print('ready', flush=True); sys.stdin.read()"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"ready\n"
+        (folder,) = tmp_path.iterdir()
+        # One that lives keeps its own.
+        with scratch_folder(tmp_path) as mine:
+            assert set(tmp_path.iterdir()) == {folder, mine}
+        child.send_signal(how)
+        child.wait()
+    assert list(tmp_path.iterdir()) == ([] if how == signal.SIGTERM else [folder])
+    with scratch_folder(tmp_path) as mine:
+        assert list(tmp_path.iterdir()) == [mine]
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from simlab.bench.scratch import scratch_folder
 from simlab.bench.workload import Workload
 from simlab.errors import RunError
 
@@ -29,8 +29,8 @@ def long_trace(
         RunError: the replaying process failed.
     """
     say = progress or (lambda _share: None)
-    with tempfile.TemporaryDirectory(dir=scratch) as folder:
-        short, long = Path(folder) / "short.trace", Path(folder) / "long.trace"
+    with scratch_folder(scratch) as folder:
+        short, long = folder / "short.trace", folder / "long.trace"
         Workload(
             workload.cells, min(SHORT_TOKENS, workload.tokens), workload.layers, workload.experts
         ).generate(short)

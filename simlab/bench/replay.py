@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ import numpy as np
 
 from simlab.bench import contenders
 from simlab.bench.contenders import Ran
+from simlab.bench.scratch import scratch_folder
 from simlab.bench.workload import Workload, of_original_routing
 from simlab.errors import RunError
 from simlab.replay.run import Replayer
@@ -76,8 +76,8 @@ def bench_replay(
         RunError: two contenders do not agree.
     """
     say = progress or (lambda _share: None)
-    with tempfile.TemporaryDirectory(dir=scratch) as folder:
-        opened = open_trace(trace) if trace else workload.generate(Path(folder) / "generated.trace")
+    with scratch_folder(scratch) as folder:
+        opened = open_trace(trace) if trace else workload.generate(folder / "generated.trace")
         cells = workload.make_cells()
         contenders.check_workload(opened, cells)
         everyone = find_contenders(cells)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 from simlab.bench import contenders
 from simlab.bench.contenders import Ran
 from simlab.bench.replay import check_counts
+from simlab.bench.scratch import scratch_folder
 from simlab.bench.workload import Workload
 from simlab.types import Cell
 
@@ -83,8 +83,8 @@ def _point(
 ) -> tuple[dict[str, Any], Speed]:
     """One point: a first run with compilation, then timed ones in turns until the repeats or the time are over."""
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory(dir=scratch) as folder:
-        path = Path(folder) / "generated.trace"
+    with scratch_folder(scratch) as folder:
+        path = folder / "generated.trace"
         point.generate(path)
         generated_s = time.perf_counter() - start
         cells = point.make_cells()
