@@ -34,9 +34,14 @@ class RowStatistics(NamedTuple):
 def ranking_values(scores: Float32, space: ScoreSpace) -> Float32:
     """What the margin acts on: ln p of probabilities (-inf for p <= 0), other scores as they are; NaN ranks as -inf."""
     if space == "prob":
-        value = np.full(scores.shape, -np.inf)
-        # NaN and p <= 0 keep their -inf.
-        np.log(scores.astype(np.float64), out=value, where=scores > 0)
+        value = scores.astype(np.float64)
+        some = scores > 0
+        if some.all():
+            np.log(value, out=value)
+        else:
+            # NaN and p <= 0 become -inf.
+            np.log(value, out=value, where=some)
+            value[~some] = -np.inf
         value = value.astype(np.float32)
     else:
         value = np.where(np.isnan(scores), np.float32("-inf"), scores).astype(np.float32, copy=False)
@@ -59,12 +64,17 @@ def row_statistics(values: Float32) -> RowStatistics:
 @_QUIET
 def router_mass(scores: Float32, gating: Gating) -> NDArray[np.float64]:
     """Share of the router's probability each expert holds, rows sum to 1: softmax, or for sigmoid score / sum."""
-    s = np.nan_to_num(scores.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
+    finite = np.isfinite(scores)
+    s = scores.astype(np.float64)
+    if not finite.all():
+        s[~finite] = 0.0
     if gating == "logits":
-        finite = np.isfinite(scores)
         top = np.where(finite, s, -np.inf).max(axis=-1, keepdims=True)
         s = np.where(finite, np.exp(s - np.where(np.isfinite(top), top, 0)), 0.0)
     total = s.sum(axis=-1, keepdims=True)
+    if (total > 0).all():
+        s /= total
+        return s
     return np.divide(s, total, out=np.zeros_like(s), where=total > 0)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import tempfile
+from collections import OrderedDict
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,8 +17,8 @@ from simlab.cells import build_cells
 from simlab.errors import InputError
 from simlab.policy import eviction, find_eviction, routing
 from simlab.policy_check import check_policy
-from simlab.replay import columns, recency_walk
-from simlab.replay.batches import WORD
+from simlab.replay import columns, devices, programs, recency_walk
+from simlab.replay.batches import WORD, finite_words, score_order
 from simlab.replay.bits import Passed, nth_one, pass_bits
 from simlab.replay.recency import is_recency
 from simlab.replay.run import Replayer
@@ -218,7 +220,7 @@ def test_what_cannot_take_the_faster_scan():
         build_cells(budgets=["20%"], sequential=True),
     ):
         (group,) = Replayer(one, cells).groups
-        assert group.walk is None
+        assert not isinstance(group.walk, recency_walk.RecencyWalk)
 
 
 # -- its parts -----------------------------------------------------------------------------------------------
@@ -276,6 +278,42 @@ def test_the_watermark_passes_as_little_as_it_must(bits, over, last):
     assert int(moved.over[0]) == over - freed
     assert int(moved.evicted[0]) == 7 + gone
     assert int(moved.mark[0]) == min(4 * WORD + end, 4 * WORD + last)
+
+
+@pytest.mark.parametrize("n_expert", [5, 32, 70])
+def test_score_order_is_that_of_a_stable_sort(n_expert):
+    rng = np.random.default_rng(n_expert)
+    values = rng.normal(size=(40, n_expert)).round(1).astype(np.float32) + np.float32(0)
+    values[rng.random(values.shape) < 0.1] = -np.inf
+    values[rng.random(values.shape) < 0.05] = np.inf
+    order, ranked = score_order(values)
+    assert order.shape[1] % WORD == 0
+    for row, ids, told in zip(values, order, ranked, strict=True):
+        best = np.lexsort((np.arange(n_expert), -row))
+        assert (ids[:n_expert] == best).all()
+        assert ((told & 0xFFFFFFFF) == [*best, *[n_expert] * (len(told) - n_expert)]).all()
+        back = (told >> 32).astype(np.int32).view(np.float32)
+        assert (back[:n_expert] == row[best]).all()
+        assert (back[n_expert:] == -np.inf).all()
+    words = finite_words(ranked)[..., None] >> np.arange(WORD, dtype=np.uint32) & 1
+    finite = np.isfinite(np.take_along_axis(values, order[:, :n_expert].astype(int), axis=1))
+    assert (words.reshape(len(values), -1)[:, :n_expert] == finite).all()
+    assert not words.reshape(len(values), -1)[:, n_expert:].any()
+
+
+@pytest.mark.slow
+def test_lanes_on_several_devices_are_those_on_one(monkeypatch):
+    trace = written(generate(make_header(n_layer=2, n_expert=24, k=4), seed=2, n_decode=12))
+    cells = build_cells(budgets=BUDGETS, routes=[*ROUTES, "substitute:L=0.7"])
+    assert devices.n_parts(len(cells)) == min(len(jax.local_devices()), 2)
+    spread = agree(trace, cells, rows_at_once=8).numbers()
+    monkeypatch.setattr(devices, "_FEWEST", len(cells) + 1)
+    monkeypatch.setattr(programs, "_PROGRAMS", OrderedDict())
+    assert devices.n_parts(len(cells)) == 1
+    replayer = Replayer(trace, cells)
+    while replayer.advance():
+        pass
+    assert replayer.numbers() == spread
 
 
 def test_ordered_is_for_scores_alone():

@@ -7,6 +7,7 @@ themselves comes with its experts in score order.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simlab.replay.columns import TraceColumns
-from simlab.routing import expert_of, selection_key
 
 WORD = 32
 
@@ -67,26 +67,39 @@ def score_order(values: NDArray[np.float32]) -> tuple[NDArray[np.int32], NDArray
     bits of the value above those of the id.
 
     n is a multiple of 32. Above the experts there is padding: in the first experts that count for nothing, in the
-    second the value -inf of expert E, which loses to all others.
+    second the value -inf of expert E, which loses to all others. Values are not NaN, and zero has no sign.
     """
     n_rows, n_expert = values.shape
     n = -(-n_expert // WORD) * WORD
-    experts = np.broadcast_to(np.arange(n_expert, dtype=np.int32), values.shape)
-    # One number holds value and id: sorting those is several times faster than a stable argsort.
-    keys = np.sort(-selection_key(np, values, 0, experts), axis=1)
+    # As `selection_key` has it, in halves of 32 bits: sorting one number of both is several times faster than a
+    # stable argsort.
+    halves = np.empty((n_rows, n_expert, 2), np.int32)
+    halves[..., _LOW] = np.arange(n_expert, dtype=np.int32)
+    halves[..., 1 - _LOW] = ~_turned(values.view(np.int32))
+    halves.view(np.int64)[..., 0].sort(axis=1)
     order = np.zeros((n_rows, n), np.int32)
-    order[:, :n_expert] = expert_of(-keys)
-    ranked = np.full((n_rows, n + 1), (np.float32("-inf").view(np.int32).astype(np.int64) << 32) + n_expert)
-    bits = np.take_along_axis(values, order[:, :n_expert], axis=1).view(np.int32).astype(np.int64)
-    ranked[:, :n_expert] = (bits << 32) + order[:, :n_expert]
-    return order, ranked
+    order[:, :n_expert] = halves[..., _LOW]
+    ranked = np.empty((n_rows, n + 1, 2), np.int32)
+    ranked[:, :n_expert, _LOW] = halves[..., _LOW]
+    ranked[:, :n_expert, 1 - _LOW] = _turned(~halves[..., 1 - _LOW])
+    ranked[:, n_expert:, _LOW] = n_expert
+    ranked[:, n_expert:, 1 - _LOW] = np.float32("-inf").view(np.int32)
+    return order, ranked.view(np.int64)[..., 0]
+
+
+_LOW = 0 if sys.byteorder == "little" else 1
+"""Which half of an int64 is the lower."""
+
+
+def _turned(bits: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Bits of float32 made int32 of the same order, and back."""
+    return bits ^ ((bits >> 31) & np.int32(0x7FFFFFFF))
 
 
 def finite_words(ranked: NDArray[np.int64]) -> NDArray[np.uint32]:
     """uint32 `[rows, n / 32]`: the bits of the ranks whose value is finite."""
-    finite = np.isfinite((ranked[:, :-1] >> 32).astype(np.int32).view(np.float32)).astype(np.uint64)
-    words = finite.reshape(len(ranked), -1, WORD) << np.arange(WORD, dtype=np.uint64)
-    return words.sum(axis=2).astype(np.uint32)
+    values = (ranked[:, :-1] >> 32).astype(np.int32).view(np.float32)
+    return np.packbits(np.isfinite(values), axis=1, bitorder="little").view("<u4").astype(np.uint32)
 
 
 def padded(columns: dict[str, NDArray[Any]], size: int) -> dict[str, NDArray[Any]]:

@@ -57,6 +57,7 @@ class TraceColumns:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self._plain_rows: dict[int, NDArray[np.bool_]] = {}
+        self._single_rows: dict[int, bool] = {}
         self._blocks: dict[str, tuple[int, NDArray[Any]]] = {}
         header = trace.header
         wanted = ("turn", "graph", "phase", "step", "layer", "pos_in_graph", "router_experts")
@@ -110,8 +111,10 @@ class TraceColumns:
 
     def single_rows(self, k: int) -> bool:
         """Whether every decode row is a batch of its own with k different experts, or with none."""
-        none = self.batch_start & self.batch_end & (self.recorded[:, :k] < 0).all(axis=1)
-        return bool((self.plain_rows(k) | none)[self.decode].all())
+        if k not in self._single_rows:
+            none = self.batch_start & self.batch_end & (self.recorded[:, :k] < 0).all(axis=1)
+            self._single_rows[k] = bool((self.plain_rows(k) | none)[self.decode].all())
+        return self._single_rows[k]
 
     @property
     def n_rows(self) -> int:
@@ -244,6 +247,9 @@ def _in_ranges(
     """Ranking values in units of their row's range, infinite ones held at its ends; 0 where there is none."""
     held = np.clip(values, bottom[:, None], top[:, None]).astype(np.float64)
     unit = width.astype(np.float64)[:, None]
+    if (unit > 0).all():
+        held /= unit
+        return held
     return np.divide(held, unit, out=np.zeros_like(held), where=unit > 0)
 
 

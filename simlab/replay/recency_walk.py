@@ -115,7 +115,7 @@ class RecencyWalk:
         )
         n_slots = program.n_expert if wide else program.n_slots
         if routed:
-            given = _routed_columns(rows)
+            given = self._routed_columns(rows)
         else:
             self._alike = lane_independent(program, self._alike, rows)
             lists = rows["router"][:, : program.n_slots]
@@ -141,6 +141,19 @@ class RecencyWalk:
         scores = program.scores and (routed or fewer or program.n_slots > self._columns.trace.width)
         n_slots = max(program.n_slots, program.n_expert_used)
         return ColumnNeeds(n_slots, scores=scores, rank=False, weights=weights)
+
+    def _routed_columns(self, rows: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """Columns of single rows that lanes route, as far as the policies look at them."""
+        names = ("layer", "decode", "counted", "valid", "row", "router", "router_k")
+        of_scores = ("top", "range", "mass", "regret", "numerator", "weight")
+        given = {name: rows[name] for name in (*names, *of_scores) if name in rows}
+        if "value" in rows and any("scores" in step.policy.needs for step in self._program.steps):
+            given["order"], given["ranked"] = score_order(rows["value"])
+        if "value" in rows and self._program.step("drop") is not None:
+            given["value"] = rows["value"]
+        if "order" in given:
+            given["finite"] = finite_words(given["ranked"])
+        return given
 
     def _places(
         self, carry: Tree, layers: NDArray[np.int32], n_places: NDArray[np.int64]
@@ -210,17 +223,6 @@ def budget_units(budgets: Sequence[ResolvedBudget], sizes: NDArray[np.int64]) ->
 def can_count(sizes: NDArray[np.int64], n_expert: int) -> bool:
     """Whether all experts' bytes, in their common unit, can be counted in int32."""
     return int(sizes.sum()) // unit_of(sizes) * n_expert < _LARGEST
-
-
-def _routed_columns(rows: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """Columns of single rows that lanes route."""
-    names = ("layer", "decode", "counted", "valid", "row", "router", "router_k")
-    of_scores = ("top", "range", "value", "mass", "regret", "numerator", "weight")
-    given = {name: rows[name] for name in (*names, *of_scores) if name in rows}
-    if "value" in rows:
-        given["order"], given["ranked"] = score_order(rows["value"])
-        given["finite"] = finite_words(given["ranked"])
-    return given
 
 
 def _lost(

@@ -237,22 +237,28 @@ class Replayer:
     def numbers(self) -> list[CellNumbers]:
         """The counters of every cell over the rows replayed so far; tokens and events are the trace's."""
         found: dict[int, CellNumbers] = {}
+        columns = self.columns
+        tokens = [columns.n_tokens(decode) for decode in (False, True)]
+        events = [columns.n_events(decode) for decode in (False, True)]
         for group in self.groups:
             carry = group.whole_carry
             counters, sums = np.asarray(carry["counters"]), np.asarray(carry["sums"])
             for lane, index in enumerate(group.indices):
-                found[index] = self._cell_numbers(index, counters[..., lane], sums[..., lane])
+                counted = counters[..., lane], sums[..., lane]
+                found[index] = self._cell_numbers(index, *counted, tokens, events)
         return [found[index] for index in range(len(self.cells))]
 
     def _cell_numbers(
-        self, index: int, counters: NDArray[np.int64], sums: NDArray[np.float64]
+        self,
+        index: int,
+        counters: NDArray[np.int64],
+        sums: NDArray[np.float64],
+        tokens: list[int],
+        events: list[int],
     ) -> CellNumbers:
         cell, header = self.cells[index], self.trace.header
         k = effective_k(cell.route, header)
         budget = resolve_budget(cell.budget, cell.scope, header, k)
-        columns = self.columns
-        tokens = [columns.n_tokens(decode=False), columns.n_tokens(decode=True)]
-        events = [columns.n_events(decode=False), columns.n_events(decode=True)]
         return CellNumbers(
             source="replay",
             cell=cell,
