@@ -8,6 +8,7 @@ import subprocess
 import sys
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from synthetic import from_batches, generate, make_header, raw_logits
@@ -17,6 +18,7 @@ from simlab.bench.generate import PREFILL_TOKENS, generate_trace
 from simlab.bench.replay import check_counts, check_on_the_way, check_slots
 from simlab.bench.scaling import scaling
 from simlab.bench.scratch import scratch_folder
+from simlab.bench.spreading import spreading
 from simlab.bench.workload import Workload, grid
 from simlab.cells import build_cells
 from simlab.cli.main import main
@@ -325,6 +327,21 @@ def test_a_long_trace_is_replayed_in_a_process_of_its_own(capsys):
     assert found["long"]["ratio"] == pytest.approx(
         found["long"]["s_per_token"] / found["long"]["short_s_per_token"]
     )
+
+
+@pytest.mark.slow
+def test_one_device_and_all_are_timed_in_turns(tmp_path):
+    trace = Workload(16, 10, 2, 16).generate(tmp_path / "t.trace")
+    found = spreading(trace.path, 16, repeats=2)
+    if len(jax.local_devices()) == 1:
+        assert found is None
+        return
+    assert found is not None
+    assert found["devices"] > 1
+    assert found["ratio"]["median"] == pytest.approx(
+        found["one_s"]["median"] / found["all_s"]["median"], rel=0.9
+    )
+    assert spreading(trace.path, 4, repeats=2) is None
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from simlab.bench import contenders
-from simlab.bench.replay import check_counts, spread
+from simlab.bench.replay import check_counts
+from simlab.bench.spreads import spread
 from simlab.cells import build_cells
 from simlab.errors import RunError
 

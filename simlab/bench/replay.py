@@ -9,7 +9,6 @@ each contender takes, taken within a repeat, so that a machine that slows down f
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +19,8 @@ import numpy as np
 from simlab.bench import contenders
 from simlab.bench.contenders import Ran
 from simlab.bench.scratch import scratch_folder
+from simlab.bench.spreading import spreading
+from simlab.bench.spreads import spread
 from simlab.bench.workload import Workload, of_original_routing
 from simlab.errors import RunError
 from simlab.replay.run import Replayer
@@ -43,18 +44,6 @@ class Contender(NamedTuple):
     run: Callable[[Path, Sequence[Cell]], Ran]
     places: list[int]
     """Which of the cells it replays."""
-
-
-class Spread(NamedTuple):
-    """A median with the least and the largest."""
-
-    median: float
-    low: float
-    high: float
-
-
-def spread(values: Sequence[float]) -> Spread:
-    return Spread(statistics.median(values), min(values), max(values))
 
 
 def bench_replay(
@@ -82,7 +71,10 @@ def bench_replay(
         contenders.check_workload(opened, cells)
         everyone = find_contenders(cells)
         found = compare(opened, cells, everyone, lambda share: say(0.4 * share))
-        figures = measure(opened, cells, everyone, repeats, lambda share: say(0.4 + 0.6 * share))
+        figures = measure(opened, cells, everyone, repeats, lambda share: say(0.4 + 0.5 * share))
+        figures["spreading"] = spreading(
+            opened.path, len(cells), repeats=repeats, progress=lambda share: say(0.9 + 0.1 * share)
+        )
     header = opened.header
     sizes = {
         "trace": str(trace) if trace else "generated",

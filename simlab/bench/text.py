@@ -30,6 +30,13 @@ def comparison(found: dict[str, Any]) -> str:
                 _times(row["alone_ratio"]),
             ]
         )
+    both = found["spreading"]
+    one_and_all = (
+        f"lanes on one device {_times(both['one_s'])} s, on {both['devices']} {_times(both['all_s'])} s: "
+        f"{_times(both['ratio'])} times as fast, in processes of their own"
+        if both
+        else "too few lanes to be spread over devices, or one device"
+    )
     stages = ", ".join(f"{name} {_times(s)} s" for name, s in found["replayer_stages_s"].items())
     return "\n".join(
         [
@@ -43,6 +50,7 @@ def comparison(found: dict[str, Any]) -> str:
             align(lines),
             f"replayer: first call in this process {found['first_run_s']:.2f} s, "
             f"later {_times(found['replayer_s'])} s: {stages}",
+            one_and_all,
         ]
     )
 
