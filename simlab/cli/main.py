@@ -14,7 +14,21 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from simlab.cli import about, analysis, bench, fidelity, gates, live, pick, replays, report, scores, times, traces
+from simlab.cli import (
+    about,
+    analysis,
+    bench,
+    fidelity,
+    gates,
+    live,
+    pick,
+    replays,
+    report,
+    scores,
+    times,
+    traces,
+)
+from simlab.cli.programs import keep_programs
 from simlab.errors import InputError, SimlabError, SimlabWarning
 
 _INTERRUPTED = 130
@@ -49,7 +63,20 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     _add_debug(parser)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
-    for group in (live, scores, fidelity, gates, bench, traces, replays, analysis, times, pick, report, about):
+    for group in (
+        live,
+        scores,
+        fidelity,
+        gates,
+        bench,
+        traces,
+        replays,
+        analysis,
+        times,
+        pick,
+        report,
+        about,
+    ):
         group.add_commands(commands)
     for command in commands.choices.values():
         command.allow_abbrev = False
@@ -115,6 +142,7 @@ def _show_once(otherwise: Callable[..., None]) -> Callable[..., None]:
 
 def entry() -> NoReturn:
     """Console script."""
+    keep_programs()
     status = main()
     if status == _INTERRUPTED:
         # JAX's worker threads do not survive an orderly end in the middle of a computation.
