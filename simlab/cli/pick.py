@@ -153,7 +153,7 @@ def _pick(args: argparse.Namespace) -> None:
     if args.json:
         print_json(_to_json(args, law, settings, fit, picks, checked))
     else:
-        print(_text(args, law, settings, choices, fit, picks, checked))
+        print(_text(args, trace.header.io_mode, law, settings, choices, fit, picks, checked))
 
 
 def _law(args: argparse.Namespace, trace: Trace) -> QualityModel | None:
@@ -264,6 +264,7 @@ def _between(value: float, low: float, high: float, digits: int, scale: float = 
 
 def _text(
     args: argparse.Namespace,
+    io_mode: str | None,
     law: QualityModel | None,
     settings: Sequence[Setting],
     choices: Sequence[Setting],
@@ -292,6 +293,8 @@ def _text(
         lines.append(
             f"Perplexity by a law calibrated on {law.calibrated_on} live runs, over the original routing."
         )
+    if io_mode == "buffered":
+        lines.append("Its reads were buffered: the speeds are of this machine's page cache, not of a flash.")
     if not fit:
         fastest = max((s.foretold.tok_s for s in choices), default=math.nan)
         return "\n".join([*lines, f"No setting fits; the fastest is foretold {fastest:.1f} tokens/s."])

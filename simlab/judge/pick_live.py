@@ -19,7 +19,7 @@ from simlab.record.engine import Engine
 from simlab.trace.store import Trace
 from simlab.types import Cell
 
-CALIBRATION_MARGINS = ("0.1", "0.2", "0.4")
+CALIBRATION_MARGINS = ("0.15", "0.3", "0.6")
 """Margins of the live runs a quality law is fitted on, at the recorded budget."""
 
 
