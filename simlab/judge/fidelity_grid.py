@@ -59,16 +59,18 @@ def run(plan: Plan, store: RunStore, progress: Tick | None = None) -> list[Fidel
     Raises:
         InputError: as `RunStore.record` and the replays.
     """
-    n_live = len(plan.cells) * (2 if plan.free else 1) + len(plan.recorded) + 1
-    done = 0
+    # A replay takes about a quarter of the time of a live run.
+    n_replayed = len(plan.cells) * (1 + bool(plan.recorded) + plan.free) / 4
+    n_parts = len(plan.cells) * (2 if plan.free else 1) + len(plan.recorded) + 1 + n_replayed
+    done = 0.0
 
-    def next_part(n: int) -> Tick:
+    def next_part(n: float) -> Tick:
         nonlocal done
         start, done = done, done + n
 
         def tick(share: float) -> None:
             if progress is not None:
-                progress((start + n * share) / n_live)
+                progress((start + n * share) / n_parts)
 
         return tick
 
@@ -76,17 +78,25 @@ def run(plan: Plan, store: RunStore, progress: Tick | None = None) -> list[Fidel
     bases = store.record(plan.texts, [original], next_part(1))[0]
     live = store.record(plan.texts, plan.cells, next_part(len(plan.cells)))
     recorded = store.record(plan.texts, plan.recorded, next_part(len(plan.recorded)))
+    quarter = len(plan.cells) / 4
     forced = [[counts_of_recording(trace) for trace in of_cell] for of_cell in live]
-    rows = _compare(REPLAY, plan, range(len(plan.cells)), _replays(bases, plan.cells), forced, bases[0])
+    rows = _compare(
+        REPLAY,
+        plan,
+        range(len(plan.cells)),
+        _replays(bases, plan.cells, next_part(quarter)),
+        forced,
+        bases[0],
+    )
     if recorded:
         # Where a cell was recorded for the set, the set's replay is of the live run itself.
         rest = [i for i, cell in enumerate(plan.cells) if cell not in plan.recorded]
-        replays = _set_replays(bases, recorded, [plan.cells[i] for i in rest])
+        replays = _set_replays(bases, recorded, [plan.cells[i] for i in rest], next_part(quarter))
         rows += _compare(SET, plan, rest, replays, [forced[i] for i in rest], bases[0])
     if plan.free:
         free = store.generate(plan.texts, [original, *plan.cells], next_part(len(plan.cells)))
         written = [[counts_of_recording(trace) for trace in of_cell] for of_cell in free[1:]]
-        replays = _replays(free[0], plan.cells)
+        replays = _replays(free[0], plan.cells, next_part(quarter))
         rows += _compare(FREE, plan, range(len(plan.cells)), replays, written, bases[0])
     return rows
 
@@ -96,13 +106,17 @@ def original_cell(cell: Cell) -> Cell:
     return replace(cell, route=parse_route("original"))
 
 
-def _replays(traces: Sequence[Trace], cells: Sequence[Cell]) -> list[list[Counts]]:
+def _replays(traces: Sequence[Trace], cells: Sequence[Cell], tick: Tick) -> list[list[Counts]]:
     """Per cell, its counts on each trace."""
-    return _by_cell([counts_of_replays(trace, cells) for trace in traces])
+    found = []
+    for trace in traces:
+        found.append(counts_of_replays(trace, cells))
+        tick(len(found) / len(traces))
+    return _by_cell(found)
 
 
 def _set_replays(
-    bases: Sequence[Trace], recorded: Sequence[Sequence[Trace]], cells: Sequence[Cell]
+    bases: Sequence[Trace], recorded: Sequence[Sequence[Trace]], cells: Sequence[Cell], tick: Tick
 ) -> list[list[Counts]]:
     """As `_replays`, each text's scores taken from between its recordings."""
     found = []
@@ -113,6 +127,7 @@ def _set_replays(
                 counts = counts_of_replays(trace, [cells[c] for c in some])
                 of_text |= dict(zip(some, counts, strict=True))
             found.append([of_text[c] for c in range(len(cells))])
+        tick(len(found) / len(bases))
     return _by_cell(found)
 
 

@@ -2,9 +2,9 @@
 
 A replay on scores recorded under the original routing overlooks that substituted experts change the later scores. With
 recordings under a few other margins at hand, the scores of a cell are taken from between the two recordings that
-stray from the router about as far as it does. How far is told by the router mass displaced, so that a recording at
-one budget or under one policy serves cells of others. The mass of a cell is not known before its replay: the first
-replay, on the recording that strays least, gives a first value, and one more on the blend of that corrects it.
+stray from the router about as far as it does, so that a recording at one budget or under one policy serves cells of
+others. How far a cell strays is told by a replay of it on the recording that strays least; the other recordings'
+cells are replayed there too, so that like is set beside like and a recorded cell lands on its own recording.
 
 Source: this project's docs/fidelity.md, where the errors with and without are measured.
 """
@@ -12,7 +12,7 @@ Source: this project's docs/fidelity.md, where the errors with and without are m
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -20,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 
 from simlab.errors import InputError
-from simlab.judge.measure import measure
 from simlab.judge.quality import recorded_cell
+from simlab.judge.quality_features import features_of, features_of_recording
 from simlab.replay.run import sweep
 from simlab.trace.blend import blend, check_same_events
 from simlab.trace.store import Trace
@@ -29,8 +29,9 @@ from simlab.types import Cell, CellNumbers
 
 STEPS = 8
 """Blends between two neighbouring recordings: cells that ask for nearly the same share one."""
-ROUNDS = 2
-"""Replays that a cell's place among the recordings is told from."""
+BEND = 10.0
+"""Of how far a cell strays: squared L1 distance of the applied weights, d + BEND d^2. Later scores drift like the nll
+rises, and this is about the ratio of both terms in the quality law of docs/quality.md."""
 
 
 class Place(NamedTuple):
@@ -57,23 +58,29 @@ class TraceSet:
         if len(traces) < 2:
             raise InputError("a set of traces wants at least two recordings of the same tokens")
         check_same_events(traces)
-        strays = [_strayed(trace) for trace in traces]
+        cells = [recorded_cell(trace.header) for trace in traces]
+        ran = [
+            features_of_recording(trace, cell)["distance"][0]
+            for trace, cell in zip(traces, cells, strict=True)
+        ]
+        self._base = traces[int(np.argmin(ran))]
+        strays = self._strays(cells, None)
         order = np.argsort(strays, kind="stable")
         self.traces = [traces[i] for i in order]
         self.strays = [strays[i] for i in order]
         self._folder = folder
         self._blends: dict[Place, Trace] = {}
 
-    def place(self, mass: float) -> Place:
-        """Where a cell that displaces this much router mass lies; beyond the last recording, the last one."""
+    def place(self, strayed: float) -> Place:
+        """Where a cell that strays this far lies; beyond the last recording, the last one."""
         last = len(self.traces) - 1
-        below = int(np.searchsorted(self.strays, mass, side="right")) - 1
+        below = int(np.searchsorted(self.strays, strayed, side="right")) - 1
         if below >= last:
             return Place(last, 0)
         if below < 0:
             return Place(0, 0)
         span = self.strays[below + 1] - self.strays[below]
-        step = round(STEPS * (mass - self.strays[below]) / span)
+        step = round(STEPS * (strayed - self.strays[below]) / span)
         return Place(below + 1, 0) if step == STEPS else Place(below, step)
 
     def describe(self, place: Place) -> str:
@@ -96,56 +103,27 @@ class TraceSet:
             self._blends[place] = blend(pair, [1 - share, share], out)
         return self._blends[place]
 
-    def places(
-        self,
-        cells: Sequence[Cell],
-        *,
-        train: str | None = None,
-        progress: Callable[[float], None] | None = None,
-    ) -> list[Place]:
-        """Where each cell lies, from `ROUNDS` replays of it."""
-        found = [Place(0, 0)] * len(cells)
-        for done in range(ROUNDS):
-            numbers = self._replays(cells, found, train)
-            found = [self.place(n.decode.mass_displaced or 0.0) for n in numbers]
-            if progress is not None:
-                progress((done + 1) / (ROUNDS + 1))
-        return found
+    def places(self, cells: Sequence[Cell], *, train: str | None = None) -> list[Place]:
+        """Where each cell lies."""
+        return [self.place(strayed) for strayed in self._strays(cells, train)]
 
-    def groups(
-        self,
-        cells: Sequence[Cell],
-        *,
-        train: str | None = None,
-        progress: Callable[[float], None] | None = None,
-    ) -> Iterator[tuple[Trace, list[int]]]:
+    def _strays(self, cells: Sequence[Cell], train: str | None) -> list[float]:
+        """How far each cell strays from the router on the recording that does least."""
+        distance = features_of(self._base, cells, train=train)["distance"].to_numpy()
+        return (distance + BEND * distance**2).tolist()
+
+    def groups(self, cells: Sequence[Cell], *, train: str | None = None) -> Iterator[tuple[Trace, list[int]]]:
         """Each trace that cells are to be replayed on, and the indices of those cells."""
-        yield from self._groups(self.places(cells, train=train, progress=progress))
-
-    def replay(
-        self,
-        cells: Sequence[Cell],
-        *,
-        train: str | None = None,
-        progress: Callable[[float], None] | None = None,
-    ) -> list[CellNumbers]:
-        """Replay every cell on the scores that fit it; results in the order of `cells`."""
-        numbers = self._replays(cells, self.places(cells, train=train, progress=progress), train)
-        if progress is not None:
-            progress(1.0)
-        return numbers
-
-    def _replays(
-        self, cells: Sequence[Cell], places: Sequence[Place], train: str | None
-    ) -> list[CellNumbers]:
-        found: dict[int, CellNumbers] = {}
-        for trace, some in self._groups(places):
-            found |= dict(zip(some, sweep(trace, [cells[i] for i in some], train=train), strict=True))
-        return [found[i] for i in range(len(cells))]
-
-    def _groups(self, places: Sequence[Place]) -> Iterator[tuple[Trace, list[int]]]:
+        places = self.places(cells, train=train)
         for place in sorted(set(places)):
             yield self.trace(place), [i for i, of in enumerate(places) if of == place]
+
+    def replay(self, cells: Sequence[Cell], *, train: str | None = None) -> list[CellNumbers]:
+        """Replay every cell on the scores that fit it; results in the order of `cells`."""
+        found: dict[int, CellNumbers] = {}
+        for trace, some in self.groups(cells, train=train):
+            found |= dict(zip(some, sweep(trace, [cells[i] for i in some], train=train), strict=True))
+        return [found[i] for i in range(len(cells))]
 
 
 @contextmanager
@@ -153,8 +131,3 @@ def open_set(traces: Sequence[Trace]) -> Iterator[TraceSet]:
     """A set whose blends are thrown away at the end."""
     with tempfile.TemporaryDirectory(prefix="simlab-set-") as folder:
         yield TraceSet(traces, Path(folder))
-
-
-def _strayed(trace: Trace) -> float:
-    """Mean router mass a recording displaced in decode."""
-    return measure(trace, recorded_cell(trace.header)).decode.mass_displaced or 0.0
