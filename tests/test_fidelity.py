@@ -38,6 +38,7 @@ def cells_of(*routes: str, budget: str = "2cycles"):
 # -- counts and errors ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_counts_of_a_recording_are_those_of_its_own_replay():
     for name in ("margin-0.15", "drop-0.75"):
         trace = open_trace(TRACES / f"{name}.trace")
@@ -136,6 +137,7 @@ def test_a_blend_lies_between_its_recordings_event_by_event(recordings, tmp_path
     assert mixed.tokens.collect()["wall_ns"].null_count() == mixed.tokens.collect().height
 
 
+@pytest.mark.slow
 def test_all_of_one_recording_replays_as_that_recording_does(recordings, tmp_path):
     (cell,) = cells_of("substitute:L=0.1")
     alone = blend(recordings, [1.0, 0.0], tmp_path / "alone.trace")
@@ -164,6 +166,7 @@ def test_only_recordings_of_the_same_tokens_blend(recordings, tmp_path):
 # -- sets -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_cell_takes_its_scores_from_where_it_strays_as_far(recordings):
     with open_set(recordings[::-1]) as traces:
         first, last = traces.strays
@@ -218,6 +221,7 @@ def kept(tmp_path_factory):
     return folder, [str(t) for t in texts]
 
 
+@pytest.mark.slow
 def test_the_fidelity_command_sets_replays_beside_live_runs(kept, capsys):
     folder, texts = kept
     words = ["fidelity", "--text", *texts, "--tokens", "96", "--budget", "2cycles", "--margin", "0,.2", "--buffered",
@@ -259,6 +263,7 @@ def test_the_fidelity_command_sets_replays_beside_live_runs(kept, capsys):
     assert "another run (text_hash differ)" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_the_model_writes_is_set_beside_the_replay_of_what_it_wrote(kept, capsys):
     folder, texts = kept
     words = ["fidelity", "--text", texts[0], "--tokens", "96", "--budget", "2cycles", "--margin", "0,.2", "--buffered",
@@ -277,6 +282,7 @@ def test_what_the_model_writes_is_set_beside_the_replay_of_what_it_wrote(kept, c
     assert counts_of_recording(trace).n_tokens == 32
 
 
+@pytest.mark.slow
 def test_the_quality_command_fits_judges_and_keeps_a_law(kept, capsys):
     folder, texts = kept
     law = folder / "law.json"

@@ -76,12 +76,14 @@ def test_features_are_those_of_the_slow_reference(name):
         assert np.mean(found[f"{feature}_by_layer"]) == pytest.approx(found[feature], rel=1e-6, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_features_of_a_replay_are_those_of_the_run_it_replays_and_of_its_numbers(original):
     cells = build_cells(budgets=["2cycles"], margins=["0", "0.15"])
     found = features_of(original, cells)
     numbers = sweep(original, cells)
     for row, cell_numbers in zip(found.iter_rows(named=True), numbers, strict=True):
         d = cell_numbers.decode
+        assert d.agreement is not None
         assert row["mass"] == pytest.approx(d.mass_displaced, abs=1e-12)
         assert row["changed"] == pytest.approx(1 - d.agreement, abs=1e-12)
         assert row["dropped"] == pytest.approx(d.dropped / d.slots, abs=1e-12)
