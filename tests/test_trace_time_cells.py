@@ -15,7 +15,15 @@ from simlab.cli.main import main
 from simlab.judge.measure import measure
 from simlab.judge.quality import recorded_cell
 from simlab.judge.trace_time import timings_of_trace
-from simlab.judge.trace_time_cells import DOUBTS, Costs, TokenWork, by_costs, fit_costs, replay_work
+from simlab.judge.trace_time_cells import (
+    DOUBTS,
+    Costs,
+    TokenWork,
+    _drift,
+    by_costs,
+    fit_costs,
+    replay_work,
+)
 from simlab.judge.trace_time_policy import rehearsal
 from simlab.judge.trace_time_reads import Latencies, ReadModel, Slices
 from simlab.trace.store import open_trace
@@ -83,6 +91,19 @@ def test_a_short_recording_has_no_drift_to_show():
     found = by_costs(costs(drift=float("nan")), numbers, costs().work, None)
     assert math.isfinite(found.tok_s_interval.low)
     assert found.policy_ms is None
+
+
+def test_the_drift_by_hand():
+    """Levels 0.9, 1.1, 1.1, 0.9 over four stretches, and attention that grows: the line is taken out first."""
+    n = 4 * 64
+    level = np.repeat([0.9, 1.1, 1.1, 0.9], 64)
+    still = TokenWork(np.arange(n), np.zeros((n, 1), dtype=int), np.zeros(n, dtype=int))
+    made = costs(work=still, compute=8.0 * level, management=2.0 * level)
+    assert _drift(made) == pytest.approx(np.std(level[::64], ddof=2), rel=0.01)
+    growing = costs(work=still, compute=8.0 * np.linspace(1, 2, n), management=2.0 * np.linspace(1, 2, n))
+    assert _drift(growing) == pytest.approx(0, abs=1e-9)
+    few = TokenWork(np.arange(31), still.misses[:31], still.evictions[:31])
+    assert math.isnan(_drift(costs(work=few, compute=np.ones(31), management=np.ones(31))))
 
 
 @pytest.mark.slow

@@ -53,7 +53,8 @@ DOUBTS = {"reads": 0.1, "moves": 0.25, "policy": 0.35}
 own time; from checks on this project's machine (docs/time.md)."""
 _DRIFT_TOKENS = 64
 """Tokens of a stretch whose level stands for that of another run."""
-_LEAST_STRETCHES = 3
+_LEAST_STRETCHES, _SHORTEST_STRETCH = 4, 8
+"""A recording of fewer has shorter ones, and a very short one shows no drift: its intervals lack it."""
 _DETAIL_BYTES = 1 << 29
 """Most that the slots of cells replayed at once may take."""
 _SLOT_BYTES = 32
@@ -220,13 +221,14 @@ def _drift(costs: Costs) -> float:
     Levels are taken from compute and management, which every token has, about a line in the token's place.
     """
     working = costs.compute + costs.management - costs.management_per_move * costs.work.moved
-    n = len(working) // _DRIFT_TOKENS
-    if n < _LEAST_STRETCHES:
+    length = min(_DRIFT_TOKENS, len(working) // _LEAST_STRETCHES)
+    if length < _SHORTEST_STRETCH:
         return float("nan")
+    n = len(working) // length
     place = np.arange(len(working))
     level = working / np.polyval(np.polyfit(place, working, 1), place)
-    stretches = level[: n * _DRIFT_TOKENS].reshape(n, _DRIFT_TOKENS).mean(axis=1)
-    return float(stretches.std(ddof=2 if n > 2 else 1))
+    stretches = level[: n * length].reshape(n, length).mean(axis=1)
+    return float(stretches.std(ddof=2))
 
 
 class Foreteller:
