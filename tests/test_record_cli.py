@@ -13,6 +13,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from browser import assert_opens_offline, chromium
 from live import TEXT, THREADS
 
 from simlab.cells import build_cells
@@ -249,11 +250,25 @@ class _Page(HTMLParser):
         self.fetched += [v for k, v in attrs if k in ("src", "href") and v and "//" in v]
 
 
-@pytest.mark.slow
-def test_the_demo_ends_with_a_report(tmp_path):
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """The demo on few tokens, and what it said."""
     lines = []
     with pytest.warns(SimlabWarning, match="read well while the model behind them is worse"):
-        demo = run_demo(tmp_path / "demo", lines.append, n_tokens=48)
+        return run_demo(tmp_path_factory.mktemp("demo") / "demo", lines.append, n_tokens=48), lines
+
+
+@pytest.mark.slow
+def test_the_report_of_the_demo_opens_offline_in_a_browser(demo):
+    report = demo[0].report
+    assert report.stat().st_size < 5 << 20
+    with chromium() as browser:
+        assert_opens_offline(browser, report, charts=report.read_text().count('class="chart"'))
+
+
+@pytest.mark.slow
+def test_the_demo_ends_with_a_report(demo):
+    demo, lines = demo
     assert len(demo.swept) == 64
     assert len(demo.compared) >= 2
     margins = [pair.live.cell.margin for pair in demo.compared]

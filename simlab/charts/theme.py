@@ -31,7 +31,7 @@ NOTEBOOK_WIDTH = 340
 LABEL_GAP_PX = 15
 """Between two labels that stand below one another."""
 
-RAMP = ("#8558c8", "#3d83d9", "#1c9e78", "#dd8a1e")
+RAMP = ("#a02fe4", "#3ea1e9", "#2c7557", "#df790f")
 """Purple, blue, green, orange, from the smallest cache to the largest; legible on white and on black."""
 PURPLE, BLUE, GREEN, ORANGE = RAMP
 GREY = "#8a929c"
@@ -78,9 +78,9 @@ def data(rows: Sequence[Mapping[str, Any]]) -> alt.Data:
     return alt.Data(values=[dict(row) for row in rows])
 
 
-def thinned(rows: Sequence[Any], most: int = MOST_ROWS) -> list[Any]:
-    """At most `most` of the rows, evenly spread, both ends among them."""
-    n = len(rows)
+def thinned(rows: Sequence[Any], most: int | None = None) -> list[Any]:
+    """At most `most` (left out: `MOST_ROWS`) of the rows, evenly spread, both ends among them."""
+    n, most = len(rows), MOST_ROWS if most is None else most
     if n <= most:
         return list(rows)
     return [rows[round(i * (n - 1) / (most - 1))] for i in range(most)]
