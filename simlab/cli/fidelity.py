@@ -184,7 +184,7 @@ def _fidelity(args: argparse.Namespace) -> None:
         texts = read_texts(engines, args.text, args.tokens, args.stretches)
         warn_about_cells([*cells, *recorded], engines.get().header())
         progress = stack.enter_context(Progress("fidelity"))
-        plan = Plan(texts, cells, recorded, args.free)
+        plan = Plan(texts, cells, recorded, args.free, args.train)
         store = RunStore(folder, engines)
         rows = run(plan, store, progress)
         of_speed = []
@@ -220,7 +220,7 @@ def _quality(args: argparse.Namespace) -> None:
         texts = read_texts(engines, args.text, args.tokens, args.stretches)
         warn_about_cells(cells, engines.get().header())
         progress = stack.enter_context(Progress("quality"))
-        runs = live_runs(texts, cells, RunStore(folder, engines), progress)
+        runs = live_runs(texts, cells, RunStore(folder, engines), progress, train=args.train)
     found = judge(runs, args.calibrate, args.budget, form)
     several = len(texts) > 1 and len(args.budget) > 1
     apart = without_budget(runs, args.calibrate, args.budget) if several else []

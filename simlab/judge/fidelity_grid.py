@@ -51,6 +51,8 @@ class Plan:
     """Cells recorded beside the original routing, which the set takes its scores from; none: no set."""
     free: bool = False
     """Whether the model also writes by itself (L3)."""
+    train: str | None = None
+    """What policies learn from, live and in replays, as `--train` takes it."""
 
 
 def run(plan: Plan, store: RunStore, progress: Tick | None = None) -> list[FidelityRow]:
@@ -84,19 +86,19 @@ def run(plan: Plan, store: RunStore, progress: Tick | None = None) -> list[Fidel
         REPLAY,
         plan,
         range(len(plan.cells)),
-        _replays(bases, plan.cells, next_part(quarter)),
+        _replays(bases, plan, next_part(quarter)),
         forced,
         bases[0],
     )
     if recorded:
         # Where a cell was recorded for the set, the set's replay is of the live run itself.
         rest = [i for i, cell in enumerate(plan.cells) if cell not in plan.recorded]
-        replays = _set_replays(bases, recorded, [plan.cells[i] for i in rest], next_part(quarter))
+        replays = _set_replays(bases, recorded, [plan.cells[i] for i in rest], plan.train, next_part(quarter))
         rows += _compare(SET, plan, rest, replays, [forced[i] for i in rest], bases[0])
     if plan.free:
         free = store.generate(plan.texts, [original, *plan.cells], next_part(len(plan.cells)))
         written = [[counts_of_recording(trace) for trace in of_cell] for of_cell in free[1:]]
-        replays = _replays(free[0], plan.cells, next_part(quarter))
+        replays = _replays(free[0], plan, next_part(quarter))
         rows += _compare(FREE, plan, range(len(plan.cells)), replays, written, bases[0])
     return rows
 
@@ -106,25 +108,29 @@ def original_cell(cell: Cell) -> Cell:
     return replace(cell, route=parse_route("original"))
 
 
-def _replays(traces: Sequence[Trace], cells: Sequence[Cell], tick: Tick) -> list[list[Counts]]:
+def _replays(traces: Sequence[Trace], plan: Plan, tick: Tick) -> list[list[Counts]]:
     """Per cell, its counts on each trace."""
     found = []
     for trace in traces:
-        found.append(counts_of_replays(trace, cells))
+        found.append(counts_of_replays(trace, plan.cells, train=plan.train))
         tick(len(found) / len(traces))
     return _by_cell(found)
 
 
 def _set_replays(
-    bases: Sequence[Trace], recorded: Sequence[Sequence[Trace]], cells: Sequence[Cell], tick: Tick
+    bases: Sequence[Trace],
+    recorded: Sequence[Sequence[Trace]],
+    cells: Sequence[Cell],
+    train: str | None,
+    tick: Tick,
 ) -> list[list[Counts]]:
     """As `_replays`, each text's scores taken from between its recordings."""
     found = []
     for i, base in enumerate(bases):
         with open_set([base, *(of_cell[i] for of_cell in recorded)]) as traces:
             of_text: dict[int, Counts] = {}
-            for trace, some in traces.groups(cells):
-                counts = counts_of_replays(trace, [cells[c] for c in some])
+            for trace, some in traces.groups(cells, train=train):
+                counts = counts_of_replays(trace, [cells[c] for c in some], train=train)
                 of_text |= dict(zip(some, counts, strict=True))
             found.append([of_text[c] for c in range(len(cells))])
         tick(len(found) / len(bases))

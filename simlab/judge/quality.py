@@ -56,16 +56,27 @@ class Calibration(NamedTuple):
     text: str = ""
 
 
-def calibrate(original: Trace, recordings: Sequence[Trace], text: str = "") -> list[Calibration]:
+def calibrate(
+    original: Trace,
+    recordings: Sequence[Trace],
+    text: str = "",
+    *,
+    cells: Sequence[Cell] | None = None,
+    train: str | None = None,
+) -> list[Calibration]:
     """Calibration runs from recordings of the same tokens: one at L = 0 and others under the cells to learn from.
 
     Features are those of a replay of `original`, as a prediction has no others.
 
+    Args:
+        cells: what each recording ran under; None: what its header says, which names no user's file.
+        train: as `--train` takes it.
+
     Raises:
         InputError: recordings of other tokens, without losses, or what `features_of` and a recorded policy refuse.
     """
-    cells = [recorded_cell(recording.header) for recording in recordings]
-    features = features_of(original, cells)
+    cells = cells or [recorded_cell(recording.header) for recording in recordings]
+    features = features_of(original, cells, train=train)
     losses = losses_of(original)
     found = []
     for row, recording in zip(features.iter_rows(named=True), recordings, strict=True):

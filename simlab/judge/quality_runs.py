@@ -27,7 +27,12 @@ class Quality:
 
 
 def live_runs(
-    texts: Sequence[Text], cells: Sequence[Cell], store: RunStore, progress: Tick | None = None
+    texts: Sequence[Text],
+    cells: Sequence[Cell],
+    store: RunStore,
+    progress: Tick | None = None,
+    *,
+    train: str | None = None,
 ) -> list[LiveRun]:
     """Run every text under every cell and under the original routing, and pair them token by token.
 
@@ -37,7 +42,8 @@ def live_runs(
     recorded = store.record(texts, cells, progress)
     found = []
     for i, (text, base) in enumerate(zip(texts, bases, strict=True)):
-        for cell, run in zip(cells, calibrate(base, [of[i] for of in recorded], text.name), strict=True):
+        runs = calibrate(base, [of[i] for of in recorded], text.name, cells=cells, train=train)
+        for cell, run in zip(cells, runs, strict=True):
             if run.standard_error > 0:
                 found.append(LiveRun(cell, run))
     return found
