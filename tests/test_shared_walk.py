@@ -72,7 +72,7 @@ traces = st.builds(
 @pytest.mark.parametrize("evicts", [("lfu", "belady_bypass"), ("random:seed=3", "lookahead:m=9")])
 @given(trace=traces)
 @settings(
-    max_examples=6,
+    max_examples=4,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],

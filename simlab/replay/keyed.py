@@ -13,6 +13,7 @@ budgets per layer one of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -25,6 +26,8 @@ from simlab.routing import entry_facts, eviction_key
 from simlab.types import Array, EvictionPolicy
 
 _LAST = jnp.iinfo(jnp.int64).max
+_ROUNDS = 6
+"""Entries that leave, in each lane, before keys are computed anew: what a decoded token may miss in a layer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,6 +137,15 @@ def _keys(shape: KeyedShape, lanes: Tree, known: _Known, row: Tree) -> tuple[Arr
     return eviction_key(jnp, shape.eviction, state, stamp, row["batch"], knobs), stamp
 
 
+def _folded(x: Array) -> Array:
+    """`x.min(axis=1)`, an eighth of it at a time: XLA folds along the lanes and then has less to reduce."""
+    n = x.shape[1] // 8
+    if x.shape[1] % 8 == 0:
+        parts = [lax.slice_in_dim(x, i * n, (i + 1) * n, axis=1) for i in range(8)]
+        x = reduce(jnp.minimum, parts)
+    return x.min(axis=1)
+
+
 def _evict(
     shape: KeyedShape, lanes: Tree, known: _Known, resident: Array, row: Tree, over: Array
 ) -> tuple[Array, Array, Array]:
@@ -142,58 +154,64 @@ def _evict(
     first = row["layer"] if shape.per_layer else jnp.int32(0)
     units = lanes["units"][row["layer"]][None] if shape.per_layer else lanes["units"]
 
-    def once(loop: tuple[_Left, Array]) -> tuple[_Left, Array]:
-        start, _ = loop
-        key, stamp = _keys(shape, lanes, known, row)
-        floating = jnp.issubdtype(key.dtype, jnp.floating)
-        most = jnp.inf if floating else jnp.iinfo(key.dtype).max
+    # Before the loop, since inside it each key would be computed anew for each lane.
+    key, stamp = _keys(shape, lanes, known, row)
+    floating = jnp.issubdtype(key.dtype, jnp.floating)
+    most = jnp.inf if floating else jnp.iinfo(key.dtype).max
 
+    def some(start: _Left) -> _Left:
         def of_cache(resident: Array) -> Array:
-            deep = resident.reshape(shape.n_layers, n_expert, -1)
-            return at_layer(deep, first)[None] if shape.per_layer else deep
+            mine = (
+                at_layer(resident.reshape(shape.n_layers, n_expert, -1), first)
+                if shape.per_layer
+                else resident
+            )
+            return mine.reshape(-1, n_expert, over.shape[0])
 
         def one(s: _Left) -> _Left:
             least = s.least.min(axis=0)
             is_least = s.least == least
             several = ((is_least.sum(axis=0) > 1) & (s.over > 0)).any()
+            numbers = jnp.arange(len(s.least), dtype=jnp.int32)[:, None]
             # Of layers with an equal least key the one whose entry was used least recently.
-            layer = lax.cond(
+            mine = lax.cond(
                 several,
                 lambda: (
-                    jnp.where(of_cache(s.resident) & (key[..., None] == least), stamp[..., None], _LAST)
-                    .min(axis=1)
+                    _folded(
+                        jnp.where(of_cache(s.resident) & (key[..., None] == least), stamp[..., None], _LAST)
+                    )
                     .argmin(axis=0)
                     .astype(jnp.int32)
                 ),
-                lambda: is_least.argmax(axis=0).astype(jnp.int32),
+                lambda: jnp.where(is_least, numbers, len(s.least)).min(axis=0),
             )
-            keys, stamps = key[layer].T, stamp[layer].T
-            places = (first + layer) * n_expert + jnp.arange(n_expert, dtype=jnp.int32)[:, None]
+            keys, stamps = key[mine].T, stamp[mine].T
+            places = (first + mine) * n_expert + jnp.arange(n_expert, dtype=jnp.int32)[:, None]
             there = s.resident[places, lane]
-            equal = there & (keys == least)
-            expert = jnp.where(equal, stamps, _LAST).argmin(axis=0).astype(jnp.int32)
-            found = equal.any(axis=0) & (s.over > 0)
-            is_victim = jnp.arange(n_expert)[:, None] == expert
+            stamps = jnp.where(there & (keys == least), stamps, _LAST)
+            oldest = stamps.min(axis=0)
+            found = (oldest < _LAST) & (s.over > 0)
+            # Whatever has been used was used last at a place of its own.
+            is_victim = stamps == oldest
             following = jnp.where(there & ~is_victim, keys, most).min(axis=0)
-            place = jnp.where(found, (first + layer) * n_expert + expert, s.resident.shape[0])
-            mine = (jnp.arange(s.least.shape[0])[:, None] == layer) & found
+            place = jnp.where(is_victim & found, places, s.resident.shape[0]).min(axis=0)
+            freed = jnp.where(found, units[mine], 0)
             return _Left(
                 resident=s.resident.at[place, lane].set(False, mode="drop"),
-                least=jnp.where(mine, following, s.least),
-                over=jnp.where(found, s.over - units[layer], 0),
-                freed=s.freed + jnp.where(found, units[layer], 0),
+                least=jnp.where((numbers == mine) & found, following, s.least),
+                over=jnp.where(found, s.over - freed, 0),
+                freed=s.freed + freed,
                 evicted=s.evicted + found,
             )
 
-        least = jnp.where(of_cache(start.resident), key[..., None], most).min(axis=1)
-        left = lax.while_loop(lambda s: (s.over > 0).any(), one, start._replace(least=least))
-        return left._replace(least=start.least), jnp.bool_(True)
+        left = start._replace(least=_folded(jnp.where(of_cache(start.resident), key[..., None], most)))
+        # In a row, since a loop of its own would copy what is in RAM at each turn.
+        for _ in range(_ROUNDS):
+            left = one(left)
+        return left._replace(least=start.least)
 
-    # A loop of one turn, which unlike a branch updates what it is given in place.
     nothing = jnp.zeros_like(over)
-    left, _ = lax.while_loop(
-        lambda loop: (loop[0].over > 0).any() & ~loop[1],
-        once,
-        (_Left(resident, jnp.zeros(()), over, nothing, nothing), jnp.bool_(False)),
+    left = lax.while_loop(
+        lambda s: (s.over > 0).any(), some, _Left(resident, jnp.zeros(()), over, nothing, nothing)
     )
     return left.resident, left.freed, left.evicted
