@@ -82,6 +82,16 @@ def test_times_run_as_a_script(compiled: dict[str, str]) -> None:
     assert out.startswith(f"{recorded('original.trace')[2]:.1f} tokens/s (live (measured), 95 %:")
 
 
+def test_a_notebook_is_exported_for_jupyter(tmp_path: Path) -> None:
+    source, out = NOTEBOOKS / "where_the_time_goes.py", tmp_path / "n.ipynb"
+    command = [sys.executable, "-m", "marimo", "-q", "export", "ipynb", str(source), "-o", str(out)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr
+    cells = json.loads(out.read_text())["cells"]
+    assert len(cells) == source.read_text().count("@app.cell")
+    assert {cell["cell_type"] for cell in cells} == {"code", "markdown"}
+
+
 @pytest.fixture(scope="module")
 def app(compiled: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, str]]:
     log = tmp_path_factory.mktemp("marimo") / "log.txt"
