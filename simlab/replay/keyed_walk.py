@@ -59,11 +59,12 @@ class KeyedWalk(SharedWalk):
             "stamp": of_uses(uses.position, steps["put"], 0),
         }
         rows |= {f"state {name}": of_uses(x, steps["put"], 0) for name, x in uses.state.items()}
-        rows = padded(rows, STEPS + 1)
-        rows["state"] = {name: rows.pop(f"state {name}") for name in uses.state}
+        filled = padded(rows, STEPS + 1)
+        state = {name: filled.pop(f"state {name}") for name in uses.state}
+        given: Tree = filled | {"state": state}
 
         def function(carry: Tree, known: Tree, rows: Tree, n: Any, shared: Any, lanes: Tree) -> Tree:
             return run(shape, carry, known, rows, n, shared, lanes)
 
         call = compiled((shape.key, n_lanes), function)
-        return call(moving, jax.device_put(known), rows, np.int32(len(steps["n"])), shared, lanes)
+        return call(moving, jax.device_put(known), given, np.int32(len(steps["n"])), shared, lanes)
