@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from simlab.replay.shape import Tree
 
 _AXIS = "lanes"
+_CPUS = "jax_num_cpu_devices"
 _FEWEST = 8
 """Lanes below which a device spends its time on the steps and not on the lanes."""
 _SHARED = frozenset({"units", "line_units", "entry_bytes", "learned"})
@@ -23,8 +24,8 @@ def offer_cores() -> None:
     """Let JAX see every core as a device, unless it has started or was told otherwise."""
     told = "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     try:
-        if jax.config.jax_num_cpu_devices < 0 and not told:
-            jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
+        if getattr(jax.config, _CPUS) < 0 and not told:
+            jax.config.update(_CPUS, len(os.sched_getaffinity(0)))
     except (AttributeError, RuntimeError):
         # Not Linux, or JAX has started: the devices are what they are.
         return

@@ -53,6 +53,7 @@ from simlab.types import Array, Candidates, EvictionPolicy, Step
 
 WINDOW_WORDS = 3
 """Words the watermark may pass at once; farther goes by repetition."""
+_MARK, _OVER = (Passed._fields.index(name) for name in ("mark", "over"))
 
 
 def is_recency(policy: EvictionPolicy) -> bool:
@@ -316,33 +317,30 @@ def _evict(shape: RecencyShape, lanes: Tree, last: Array, line: Array, state: Pa
     sizes = lanes["line_units"][line][None] if shape.per_layer else lanes["line_units"]
     step = np.arange(WINDOW_WORDS, dtype=np.int32)[:, None]
 
-    def going(s: Array) -> Array:
-        return (s[OVER] > 0) & (s[MARK] < end)
+    lane = jnp.arange(n_lanes, dtype=jnp.int32)
+
+    def going(s: Array, end: Array) -> Array:
+        return (s[_OVER] > 0) & (s[_MARK] < end)
+
+    def words(last: Array, lines: Array, first: Array) -> Array:
+        return taken(last, (lines[:, None, None] * shape.n_words + first + step) * n_lanes + lane)
+
+    def moved(window: Array, s: Array, sizes: Array, end: Array) -> Array:
+        start = s[_MARK] + 1
+        window = jnp.where(step == 0, window & ~below(start & (WORD - 1)), window)
+        new = pass_bits(window, sizes, word_of(start), Passed(*s), end)
+        # One array of the three by choosing, since joining them would be a loop with branches.
+        which = np.arange(len(new))[:, None]
+        new = jnp.where(which == _MARK, new.mark, jnp.where(which == _OVER, new.over, new.evicted))
+        return jnp.where(going(s, end), new, s)
 
     def move(s: Array) -> Array:
-        first = word_of(s[MARK] + 1)
-        lane = jnp.arange(n_lanes, dtype=jnp.int32)
-        window = kept(
-            lambda last, lines, first: taken(
-                last, ((lines[:, None, None] * shape.n_words + first + step) * n_lanes + lane)
-            )
-        )(last, lines, first)
-
-        def moved(window: Array, s: Array, sizes: Array, end: Array) -> Array:
-            first = word_of(s[MARK] + 1)
-            window = jnp.where(step == 0, window & ~below((s[MARK] + 1) & (WORD - 1)), window)
-            new = pass_bits(window, sizes, first, Passed(s[0], s[1], s[2]), end)
-            which = np.arange(3)[:, None]
-            new = jnp.where(which == MARK, new.mark, jnp.where(which == OVER, new.over, new.evicted))
-            return jnp.where((s[OVER] > 0) & (s[MARK] < end), new, s)
-
+        window = kept(words)(last, lines, word_of(s[_MARK] + 1))
         return kept(moved)(window, s, sizes, end)
 
-    state = jnp.stack(state)
-    return Passed(*lax.while_loop(lambda s: going(s).any(), move, move(state)))
+    first = move(jnp.stack(state))
+    return Passed(*lax.while_loop(lambda s: going(s, end).any(), move, first))
 
-
-MARK, OVER = 0, 1
 
 # -- new numbers for old places ------------------------------------------------------------------------------
 
