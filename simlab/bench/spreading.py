@@ -18,6 +18,8 @@ from typing import Any
 
 from simlab.bench.spreads import spread
 from simlab.errors import RunError
+from simlab.replay.devices import n_parts
+from simlab.replay.lanes import padded_lanes
 
 
 def spreading(
@@ -30,16 +32,15 @@ def spreading(
         RunError: a process failed, or the two did not give the same numbers.
     """
     say = progress or (lambda _share: None)
+    devices = n_parts(padded_lanes(n_cells))
+    if devices == 1:
+        return None
     with ExitStack() as stack:
         children = [
             stack.enter_context(_child(trace, n_cells, {"JAX_NUM_CPU_DEVICES": n} if n else {}))
             for n in ("1", "")
         ]
         first = [_answer(child) for child in children]
-        if first[1]["devices"] == 1:
-            for child in children:
-                child.terminate()
-            return None
         if first[0]["numbers"] != first[1]["numbers"]:
             raise RunError("bench replay: one device and several do not give the same numbers")
         ran: list[list[float]] = [[], []]
@@ -56,7 +57,7 @@ def spreading(
             child.stdin.close()
     return {
         "cells": n_cells,
-        "devices": first[1]["devices"],
+        "devices": devices,
         "one_s": spread(ran[0])._asdict(),
         "all_s": spread(ran[1])._asdict(),
         "ratio": spread([one / several for one, several in zip(*ran, strict=True)])._asdict(),
@@ -86,15 +87,13 @@ def _answer(child: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def serve(trace: str, n_cells: int) -> None:
-    """Replay once, print the devices and the counts; then once for each line read, and print the seconds."""
+    """Replay once and print the counts; then once for each line read, and print the seconds."""
     from simlab.bench import contenders
     from simlab.bench.workload import grid
-    from simlab.replay.devices import n_parts
-    from simlab.replay.lanes import padded_lanes
 
     cells = grid(n_cells)
     numbers = contenders.replayer(Path(trace), cells).counts
-    print(json.dumps({"devices": n_parts(padded_lanes(n_cells)), "numbers": numbers}), flush=True)
+    print(json.dumps({"numbers": numbers}), flush=True)
     for _ in sys.stdin:
         start = time.perf_counter()
         contenders.replayer(Path(trace), cells)
