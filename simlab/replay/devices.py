@@ -51,7 +51,13 @@ def placed(carry: Tree, n_lanes: int) -> Tree:
     if n == 1:
         return jax.device_put(carry)
     mesh = _mesh(n)
-    return jax.device_put(carry, jax.tree.map(lambda spec: NamedSharding(mesh, spec), _of_lanes(carry)))
+
+    def put(x: Any, spec: PartitionSpec) -> Any:
+        wanted = NamedSharding(mesh, spec)
+        # By way of NumPy, since moving what lies on one device would be a program of its own for every shape.
+        return x if getattr(x, "sharding", None) == wanted else jax.device_put(np.asarray(x), wanted)
+
+    return jax.tree.map(put, carry, _of_lanes(carry))
 
 
 def spread(function: Callable[..., Tree], n_lanes: int) -> Callable[..., Tree]:

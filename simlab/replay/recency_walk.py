@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
@@ -96,6 +97,8 @@ class RecencyWalk:
     def advance(self, carry: Tree, lanes: Tree, start: int, stop: int) -> Tree:
         """The carry after rows `start` to `stop`, which hold whole batches."""
         carry = placed(carry, carry["used"].shape[1])
+        # From NumPy they go where they are wanted; from one device by a program of its own for every shape.
+        lanes = jax.tree.map(np.asarray, lanes)
         for stretch in stretches(self._columns, self._program.n_slots, self._routes, start, stop):
             first = stretch.rows.start + np.flatnonzero(self._columns.batch_start[stretch.rows])
             n_batches = _BATCHES[stretch.kind]
