@@ -16,8 +16,8 @@ def _():
     from simlab.charts.theme import MISS_TITLE, in_notebook
     from simlab.errors import SimlabError
     from simlab.judge import explore
-    from simlab.judge.explain import explain
-    from simlab.judge.explain_text import sections, subtitle
+    from simlab.judge.misses.explain import explain
+    from simlab.judge.misses.explain_text import sections, subtitle
 
     traces = (mo.notebook_dir() or Path.cwd()).parent / "traces"
     return (

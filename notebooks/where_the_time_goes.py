@@ -22,8 +22,8 @@ def _():
     from simlab.charts.words import LIVE_LABEL, REPLAY_LABEL
     from simlab.errors import SimlabError
     from simlab.judge import explore, explore_time
-    from simlab.judge.read_lanes import reads_by_size_and_lane
-    from simlab.judge.trace_time import read_latencies
+    from simlab.judge.speed.read_lanes import reads_by_size_and_lane
+    from simlab.judge.speed.trace_time import read_latencies
 
     traces = (mo.notebook_dir() or Path.cwd()).parent / "traces"
     return (

@@ -7,7 +7,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from simlab.judge.explain import explain
+    from simlab.judge.misses.explain import explain
     from simlab.judge.validate import validate
     from simlab.record.engine import Engine
     from simlab.replay.curve import lru_curve
@@ -21,7 +21,7 @@ __all__ = ["Engine", "__version__", "explain", "lru_curve", "open_trace", "repla
 # where the engine extra is not installed.
 _HOMES = {
     "Engine": "simlab.record.engine",
-    "explain": "simlab.judge.explain",
+    "explain": "simlab.judge.misses.explain",
     "lru_curve": "simlab.replay.curve",
     "open_trace": "simlab.trace.store",
     "replay": "simlab.replay.run",

@@ -14,12 +14,12 @@ import pytest
 from simlab.cells import build_cells
 from simlab.cli.main import main
 from simlab.errors import InputError
-from simlab.judge.device import DeviceProfile, costs_on, load_profile, profile_of
 from simlab.judge.measure import measure
-from simlab.judge.quality import recorded_cell
-from simlab.judge.trace_time import read_latencies, timings_of_trace
-from simlab.judge.trace_time_cells import TokenWork, by_costs, fit_costs
-from simlab.judge.trace_time_reads import misses_of
+from simlab.judge.quality.law import recorded_cell
+from simlab.judge.speed.device import DeviceProfile, costs_on, load_profile, profile_of
+from simlab.judge.speed.trace_time import read_latencies, timings_of_trace
+from simlab.judge.speed.trace_time_cells import TokenWork, by_costs, fit_costs
+from simlab.judge.speed.trace_time_reads import misses_of
 from simlab.trace.store import open_trace
 
 TRACES = Path(__file__).resolve().parent.parent / "traces"

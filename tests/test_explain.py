@@ -19,7 +19,7 @@ from simlab import explain
 from simlab.cells import MIB, build_cells
 from simlab.cli.main import main
 from simlab.errors import InputError
-from simlab.judge.anatomy import (
+from simlab.judge.misses.anatomy import (
     KINDS,
     Anatomy,
     along_decode,
@@ -29,8 +29,8 @@ from simlab.judge.anatomy import (
     reuse_distribution,
     working_set,
 )
-from simlab.judge.explain import Explanation, rate
-from simlab.judge.explain_text import explain_text, explain_to_json
+from simlab.judge.misses.explain import Explanation, rate
+from simlab.judge.misses.explain_text import explain_text, explain_to_json
 from simlab.judge.stats import block_bootstrap_mean
 from simlab.replay.run import replay
 from simlab.replay.slots import by_layer as replay_by_layer

@@ -15,8 +15,8 @@ from simlab.cells import build_cells
 from simlab.errors import InputError
 from simlab.judge import explore
 from simlab.judge.explore_time import alike
-from simlab.judge.grids import MOST_CELLS, change_grid, changed_experts, grid, miss_grid
-from simlab.judge.read_lanes import reads_by_size_and_lane
+from simlab.judge.misses.grids import MOST_CELLS, change_grid, changed_experts, grid, miss_grid
+from simlab.judge.speed.read_lanes import reads_by_size_and_lane
 from simlab.replay.slots import SlotReplay, replay_slots
 from simlab.trace.store import Trace, open_trace
 

@@ -13,12 +13,12 @@ import pytest
 from simlab.cells import build_cells
 from simlab.cli.main import main
 from simlab.errors import InputError
-from simlab.judge.fidelity import COUNTED, Counts, counts_of_recording, counts_of_replays, errors
+from simlab.judge.fidelity.errors import COUNTED, Counts, counts_of_recording, counts_of_replays, errors
+from simlab.judge.fidelity.trace_set import STEPS, Place, open_set
 from simlab.judge.measure import measure
-from simlab.judge.quality import QualityModel, recorded_cell
-from simlab.judge.quality_features import features_of
+from simlab.judge.quality.features import features_of
+from simlab.judge.quality.law import QualityModel, recorded_cell
 from simlab.judge.stats import block_bootstrap_mean, block_bootstrap_of
-from simlab.judge.trace_set import STEPS, Place, open_set
 from simlab.replay.run import replay
 from simlab.trace.blend import ENGINE, blend, check_same_events
 from simlab.trace.store import TraceWriter, open_trace

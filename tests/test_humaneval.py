@@ -14,10 +14,10 @@ from live import THREADS, cell_of
 
 from simlab.cli.main import main
 from simlab.errors import InputError
-from simlab.judge import humaneval
-from simlab.judge.humaneval import Problem, complete, cut, read_problems, solve
-from simlab.judge.sandbox import grade
-from simlab.judge.scoring import Engines
+from simlab.judge.scores import humaneval
+from simlab.judge.scores.humaneval import Problem, complete, cut, read_problems, solve
+from simlab.judge.scores.sandbox import grade
+from simlab.judge.scores.scoring import Engines
 
 ADD = {
     "task_id": "test/0",
@@ -112,7 +112,7 @@ def test_without_namespaces_the_socket_module_is_disabled(monkeypatch):
     import sys
     from types import SimpleNamespace
 
-    from simlab.judge import sandbox
+    from simlab.judge.scores import sandbox
 
     refused = SimpleNamespace(unshare=lambda flags: -1)
     monkeypatch.setattr(sandbox.ctypes, "CDLL", lambda *a, **k: refused)

@@ -30,9 +30,9 @@ from simlab.judge.pick_settings import (
     within_rise,
     without_twins,
 )
-from simlab.judge.quality import QualityModel, recorded_cell
+from simlab.judge.quality.law import QualityModel, recorded_cell
+from simlab.judge.speed.trace_time_cells import Foretold
 from simlab.judge.stats import Interval
-from simlab.judge.trace_time_cells import Foretold
 from simlab.policy import find_routing
 from simlab.record.engine import EMBEDDED_MODEL, Engine
 from simlab.trace.store import open_trace

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from simlab.cells import build_cells
 from simlab.errors import InputError
-from simlab.judge.quality import FORMS, Calibration, QualityModel, calibrate, losses_of, recorded_cell
-from simlab.judge.quality_check import JudgedRun, LiveRun, leave_texts_out, verdict
-from simlab.judge.quality_features import FEATURES, features_of, features_of_recording
-from simlab.judge.quality_runs import calibrates, without_budget
+from simlab.judge.quality.check import JudgedRun, LiveRun, leave_texts_out, verdict
+from simlab.judge.quality.features import FEATURES, features_of, features_of_recording
+from simlab.judge.quality.law import FORMS, Calibration, QualityModel, calibrate, losses_of, recorded_cell
+from simlab.judge.quality.runs import calibrates, without_budget
 from simlab.judge.stats import coverage, standard_error
 from simlab.replay.run import sweep
 from simlab.trace.store import TraceWriter, open_trace

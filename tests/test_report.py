@@ -21,8 +21,8 @@ from simlab.charts.pictures import write_sweep_picture
 from simlab.charts.sweeps import margin_chart, sweep_charts
 from simlab.charts.words import budget_label, route_label
 from simlab.errors import InputError
-from simlab.judge.report import TraceReport, verdict, write_report
-from simlab.judge.verdict import DASH, Verdict, sweep_choice
+from simlab.judge.report.page import TraceReport, verdict, write_report
+from simlab.judge.report.verdict import DASH, Verdict, sweep_choice
 from simlab.trace.measured import Measured
 from simlab.trace.store import Trace
 from simlab.types import Cell, CellNumbers, Comparison, PhaseNumbers, TraceHeader

@@ -33,11 +33,11 @@ from simlab.judge.against import (
     replayed_series,
     with_intervals,
 )
-from simlab.judge.cells_file import can_replay, numbers_of, read_cells_table, same_cell
 from simlab.judge.measure import measure
-from simlab.judge.report_commands import cell_options, train_option
-from simlab.judge.report_inputs import sweeps_by_trace
-from simlab.judge.report_tables import same_cells_table
+from simlab.judge.report.cells_file import can_replay, numbers_of, read_cells_table, same_cell
+from simlab.judge.report.commands import cell_options, train_option
+from simlab.judge.report.inputs import sweeps_by_trace
+from simlab.judge.report.tables import same_cells_table
 from simlab.judge.stats import block_bootstrap_mean
 from simlab.trace.store import open_trace
 from simlab.types import Cell, CellNumbers

@@ -18,11 +18,11 @@ from live import TEXT, THREADS, cell_of, plain_logits
 
 from simlab.cli.main import main
 from simlab.errors import InputError
-from simlab.judge import build_items, choices, ppl, scoring
-from simlab.judge.choices import answer_items, prompt_graphs, read_items, tokenise
 from simlab.judge.measure import measure
-from simlab.judge.ppl import Text, score_texts
-from simlab.judge.scoring import Engines, Results, cell_numbers
+from simlab.judge.scores import build_items, choices, ppl, scoring
+from simlab.judge.scores.choices import answer_items, prompt_graphs, read_items, tokenise
+from simlab.judge.scores.ppl import Text, score_texts
+from simlab.judge.scores.scoring import Engines, Results, cell_numbers
 from simlab.record.engine import EMBEDDED_MODEL
 from simlab.record.llama import log_probability
 from simlab.record.plan import SKIP, text_graphs, wide_graphs

@@ -13,12 +13,12 @@ from test_trace_time_cells import costs
 from simlab.cells import build_cells
 from simlab.cli.main import main
 from simlab.judge.measure import measure
-from simlab.judge.quality import recorded_cell
+from simlab.judge.quality.law import recorded_cell
+from simlab.judge.speed.time_check_live import CheckedRun, LiveCheck, _with_constant, at_speed
+from simlab.judge.speed.time_live import machine_state, run_interleaved
+from simlab.judge.speed.token_time import Timings
+from simlab.judge.speed.trace_time_cells import Foretold, TokenWork, by_costs
 from simlab.judge.stats import Interval
-from simlab.judge.time_check_live import CheckedRun, LiveCheck, _with_constant, at_speed
-from simlab.judge.time_live import machine_state, run_interleaved
-from simlab.judge.token_time import Timings
-from simlab.judge.trace_time_cells import Foretold, TokenWork, by_costs
 from simlab.judge.validate import planned_graphs, run_live
 from simlab.record.engine import EMBEDDED_MODEL, Engine
 from simlab.trace.store import open_trace

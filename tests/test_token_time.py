@@ -11,8 +11,17 @@ from route_files import shared
 
 from simlab.cli.main import main
 from simlab.errors import InputError
-from simlab.judge.time_check import GOING, LEAST_TOKENS, check_time
-from simlab.judge.token_time import Composition, Line, TimeModel, Timings, before, fit, solve, timings_of
+from simlab.judge.speed.time_check import GOING, LEAST_TOKENS, check_time
+from simlab.judge.speed.token_time import (
+    Composition,
+    Line,
+    TimeModel,
+    Timings,
+    before,
+    fit,
+    solve,
+    timings_of,
+)
 from simlab.trace.bmoe_metrics import read_metrics
 
 MIB = 1 << 20

@@ -14,8 +14,8 @@ from synthetic import make_header
 from simlab.cells import build_cells
 from simlab.cli.main import main
 from simlab.errors import InputError
-from simlab.judge.trace_time import read_latencies, timings_of_trace
-from simlab.judge.trace_time_cells import Foreteller, replay_work
+from simlab.judge.speed.trace_time import read_latencies, timings_of_trace
+from simlab.judge.speed.trace_time_cells import Foreteller, replay_work
 from simlab.trace.store import Trace, TraceWriter, open_trace
 
 ORIGINAL = Path(__file__).resolve().parent.parent / "traces" / "original.trace"

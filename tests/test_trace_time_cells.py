@@ -13,9 +13,9 @@ import pytest
 from simlab.cells import build_cells
 from simlab.cli.main import main
 from simlab.judge.measure import measure
-from simlab.judge.quality import recorded_cell
-from simlab.judge.trace_time import timings_of_trace
-from simlab.judge.trace_time_cells import (
+from simlab.judge.quality.law import recorded_cell
+from simlab.judge.speed.trace_time import timings_of_trace
+from simlab.judge.speed.trace_time_cells import (
     DOUBTS,
     Costs,
     TokenWork,
@@ -24,8 +24,8 @@ from simlab.judge.trace_time_cells import (
     fit_costs,
     replay_work,
 )
-from simlab.judge.trace_time_policy import rehearsal
-from simlab.judge.trace_time_reads import Latencies, ReadModel, Slices
+from simlab.judge.speed.trace_time_policy import rehearsal
+from simlab.judge.speed.trace_time_reads import Latencies, ReadModel, Slices
 from simlab.trace.store import open_trace
 
 ORIGINAL = Path(__file__).resolve().parent.parent / "traces" / "original.trace"

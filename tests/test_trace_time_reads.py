@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simlab.judge.trace_time_reads import (
+from simlab.judge.speed.trace_time_reads import (
     Latencies,
     ReadModel,
     Slices,

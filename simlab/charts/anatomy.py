@@ -25,8 +25,8 @@ from simlab.charts.theme import (
     layered,
 )
 from simlab.charts.words import REPLAY_LABEL
-from simlab.judge.explain import Explanation
-from simlab.judge.explain_text import subtitle
+from simlab.judge.misses.explain import Explanation
+from simlab.judge.misses.explain_text import subtitle
 from simlab.replay.curve import cliff_foot
 from simlab.types import Scope, TraceHeader
 

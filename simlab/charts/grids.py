@@ -60,7 +60,7 @@ def expert_chart(changed: pl.DataFrame) -> alt.Chart:
     """The experts with most changes: times brought in (right) and left out (left) against the router's own routing.
 
     Args:
-        changed: as `simlab.judge.grids.changed_experts` gives it.
+        changed: as `simlab.judge.misses.grids.changed_experts` gives it.
     """
     shown = changed.head(_MOST_EXPERTS)
     kinds = {"brought_in": "ran, not picked by the router", "left_out": "picked by the router, did not run"}

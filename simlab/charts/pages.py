@@ -24,8 +24,8 @@ from simlab.charts.theme import MISS_TITLE, AnyChart, themed
 from simlab.charts.words import REPLAY_LABEL, size_text, source_label
 from simlab.cli.output import json_value
 from simlab.errors import RunError
-from simlab.judge.explain import Explanation
-from simlab.judge.explain_text import Section, sections, subtitle
+from simlab.judge.misses.explain import Explanation
+from simlab.judge.misses.explain_text import Section, sections, subtitle
 from simlab.types import CellNumbers, Scope
 
 try:

@@ -23,8 +23,8 @@ from simlab.charts.theme import (
     ramp,
 )
 from simlab.charts.words import LIVE_LABEL, REPLAY_LABEL
+from simlab.judge.speed.token_time import Timings
 from simlab.judge.stats import Interval
-from simlab.judge.token_time import Timings
 
 _SIZES = 4
 """Read sizes that get a colour of their own: the commonest."""
@@ -39,7 +39,7 @@ def read_size_chart(reads: pl.DataFrame, io_mode: str | None) -> alt.Chart:
     """MiB read in decode by the size of the read and the reader thread (lane) that made it.
 
     Args:
-        reads: columns `window_bytes`, `lane`, `reads`, `mib`, `median_us` (`simlab.judge.read_lanes`).
+        reads: columns `window_bytes`, `lane`, `reads`, `mib`, `median_us` (`simlab.judge.speed.read_lanes`).
         io_mode: of the recording.
     """
     sizes = _sizes(reads)
@@ -105,7 +105,7 @@ def read_latency_chart(latencies: pl.DataFrame, io_mode: str | None) -> alt.Laye
     """Latency of decode reads (µs) by how many were under way, median and the middle 80 %, for the commonest sizes.
 
     Args:
-        latencies: as `simlab.judge.trace_time.read_latencies` gives them.
+        latencies: as `simlab.judge.speed.trace_time.read_latencies` gives them.
         io_mode: of the recording.
     """
     by_size = latencies.group_by("window_bytes").agg(pl.col("reads").sum())

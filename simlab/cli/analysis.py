@@ -109,8 +109,8 @@ def _explain(args: argparse.Namespace) -> None:
     trace = open_trace(args.trace)
     (cell,) = cells_from_args(args, recorded=trace.header)
     warn_about_cells([cell], trace.header)
-    from simlab.judge.explain import explain
-    from simlab.judge.explain_text import explain_text, explain_to_json
+    from simlab.judge.misses.explain import explain
+    from simlab.judge.misses.explain_text import explain_text, explain_to_json
 
     with Progress("explain") as progress:
         found = explain(trace, cell, progress=progress, train=getattr(args, "train", None))

@@ -171,10 +171,10 @@ def recorded_cells(specs: Sequence[str] | None, args: argparse.Namespace) -> lis
 
 def _fidelity(args: argparse.Namespace) -> None:
     from simlab.cli.output import Progress, print_json
-    from simlab.judge.fidelity_grid import Plan, run
-    from simlab.judge.fidelity_runs import RunStore, read_texts
-    from simlab.judge.fidelity_text import fidelity_json, fidelity_text
-    from simlab.judge.scoring import Engines
+    from simlab.judge.fidelity.grid import Plan, run
+    from simlab.judge.fidelity.runs import RunStore, read_texts
+    from simlab.judge.fidelity.text import fidelity_json, fidelity_text
+    from simlab.judge.scores.scoring import Engines
 
     routes = [f"substitute:L={m}" for m in MARGINS] + [f"drop_cold:F={f}" for f in DROPS]
     cells, recorded = grid_cells(args, routes), recorded_cells(args.recorded, args)
@@ -189,7 +189,7 @@ def _fidelity(args: argparse.Namespace) -> None:
         rows = run(plan, store, progress)
         of_speed = []
         if args.speed is not None:
-            from simlab.judge.fidelity_speed import speeds
+            from simlab.judge.fidelity.speed import speeds
 
             fast = stack.enter_context(Progress("speeds"))
             of_speed = speeds(texts, cells, store, args.speed, args.model, fast, **engine_options(args))
@@ -203,11 +203,11 @@ def _fidelity(args: argparse.Namespace) -> None:
 
 def _quality(args: argparse.Namespace) -> None:
     from simlab.cli.output import Progress, print_json, say_written, write_whole
-    from simlab.judge.fidelity_runs import RunStore, read_texts
-    from simlab.judge.quality import DEFAULT_FORM, FORMS
-    from simlab.judge.quality_runs import judge, live_runs, without_budget
-    from simlab.judge.quality_text import quality_json, quality_text
-    from simlab.judge.scoring import Engines
+    from simlab.judge.fidelity.runs import RunStore, read_texts
+    from simlab.judge.quality.law import DEFAULT_FORM, FORMS
+    from simlab.judge.quality.runs import judge, live_runs, without_budget
+    from simlab.judge.quality.text import quality_json, quality_text
+    from simlab.judge.scores.scoring import Engines
 
     out = check_output(args.out, "--out", args.force, (".json",)) if args.out is not None else None
     form = args.form or DEFAULT_FORM

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from simlab.judge.pick_live import CheckedPick
     from simlab.judge.pick_settings import Setting
-    from simlab.judge.quality import QualityModel
+    from simlab.judge.quality.law import QualityModel
     from simlab.trace.store import Trace
     from simlab.types import Cell, CellNumbers
 
@@ -109,8 +109,8 @@ def _speed(text: str) -> float:
 
 def _pick(args: argparse.Namespace) -> None:
     from simlab.judge import pick_settings as picking
-    from simlab.judge.quality import recorded_cell
-    from simlab.judge.trace_time_cells import Foreteller
+    from simlab.judge.quality.law import recorded_cell
+    from simlab.judge.speed.trace_time_cells import Foreteller
     from simlab.trace.store import open_trace
 
     trace = open_trace(args.trace)
@@ -159,7 +159,7 @@ def _pick(args: argparse.Namespace) -> None:
 def _law(args: argparse.Namespace, trace: Trace) -> QualityModel | None:
     """The quality law: of a file, or calibrated live; None where there is none and none is needed."""
     from simlab.judge.pick_settings import check_law
-    from simlab.judge.quality import QualityModel
+    from simlab.judge.quality.law import QualityModel
 
     path = Path(args.calibration) if args.calibration is not None else None
     if path is not None and (path.exists() or not args.check):

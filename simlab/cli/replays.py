@@ -120,7 +120,7 @@ def _replay(args: argparse.Namespace) -> None:
     with ExitStack() as stack:
         trace, note = traces[0], None
         if len(traces) > 1:
-            from simlab.judge.trace_set import open_set
+            from simlab.judge.fidelity.trace_set import open_set
 
             of_set = stack.enter_context(open_set(traces))
             (place,) = of_set.places([cell], train=args.train)

@@ -62,8 +62,8 @@ def add_commands(commands: Any) -> None:
 def _report(args: argparse.Namespace) -> None:
     out = output_file(args, "out", PAGES)
     assert out is not None
-    from simlab.judge.report import verdict, write_report
-    from simlab.judge.report_inputs import report_of_files
+    from simlab.judge.report.inputs import report_of_files
+    from simlab.judge.report.page import verdict, write_report
 
     with Progress("report") as progress:
         found = report_of_files(args.traces, args.sweep, args.validate, args.budget, progress=progress)

@@ -78,13 +78,13 @@ def _score(commands: Any, name: str, help_text: str, description: str) -> argpar
 
 
 def _ppl(args: argparse.Namespace) -> None:
-    from simlab.judge.ppl import ppl_command
+    from simlab.judge.scores.ppl import ppl_command
 
     ppl_command(args)
 
 
 def _choices(args: argparse.Namespace) -> None:
-    from simlab.judge.choices import choices_command
+    from simlab.judge.scores.choices import choices_command
 
     choices_command(args)
 
@@ -94,6 +94,6 @@ def _humaneval(args: argparse.Namespace) -> None:
         raise InputError(
             "--allow-code-execution: is missing; humaneval runs code that the model writes, in a process with limits"
         )
-    from simlab.judge.humaneval import humaneval_command
+    from simlab.judge.scores.humaneval import humaneval_command
 
     humaneval_command(args)

@@ -81,8 +81,8 @@ def _asked(args: argparse.Namespace) -> list[str]:
 
 
 def _of_metrics(args: argparse.Namespace) -> Found:
-    from simlab.judge.time_check import check_time
-    from simlab.judge.token_time import timings_of
+    from simlab.judge.speed.time_check import check_time
+    from simlab.judge.speed.token_time import timings_of
     from simlab.trace.bmoe_metrics import read_metrics
 
     given = [name for name in ("check", "device", "profile_out") if getattr(args, name)]
@@ -94,10 +94,10 @@ def _of_metrics(args: argparse.Namespace) -> Found:
 
 
 def _of_trace(args: argparse.Namespace) -> Found:
-    from simlab.judge.quality import recorded_cell
-    from simlab.judge.time_check import check_time
-    from simlab.judge.trace_time import read_latencies, timings_of_trace
-    from simlab.judge.trace_time_cells import Foreteller, replay_work
+    from simlab.judge.quality.law import recorded_cell
+    from simlab.judge.speed.time_check import check_time
+    from simlab.judge.speed.trace_time import read_latencies, timings_of_trace
+    from simlab.judge.speed.trace_time_cells import Foreteller, replay_work
     from simlab.trace.store import open_trace
 
     profile = None
@@ -115,8 +115,8 @@ def _of_trace(args: argparse.Namespace) -> Found:
     check = check_time(timings)
     found = Found(args.source, trace.header.io_mode, timings, check, read_latencies(trace))
     if profile is not None:
-        from simlab.judge.device import profile_of
-        from simlab.judge.trace_time_cells import fit_costs
+        from simlab.judge.speed.device import profile_of
+        from simlab.judge.speed.trace_time_cells import fit_costs
 
         costs = fit_costs(trace, timings)
         if costs is None or found.latencies is None:
@@ -129,7 +129,7 @@ def _of_trace(args: argparse.Namespace) -> Found:
     if not cells:
         return found
     if args.check:
-        from simlab.judge.time_check_live import check_cells
+        from simlab.judge.speed.time_check_live import check_cells
 
         with Progress("time") as progress:
             live = check_cells(
@@ -148,10 +148,10 @@ def _of_trace(args: argparse.Namespace) -> Found:
 
 def _on_device(args: argparse.Namespace) -> None:
     """Cells of a trace for another device: their work from a replay, their times from its profile."""
-    from simlab.judge.device import costs_on, load_profile
-    from simlab.judge.quality import recorded_cell
-    from simlab.judge.trace_time import timings_of_trace
-    from simlab.judge.trace_time_cells import by_costs, fit_costs, policy_times, replay_work
+    from simlab.judge.quality.law import recorded_cell
+    from simlab.judge.speed.device import costs_on, load_profile
+    from simlab.judge.speed.trace_time import timings_of_trace
+    from simlab.judge.speed.trace_time_cells import by_costs, fit_costs, policy_times, replay_work
     from simlab.trace.store import open_trace
 
     if not Path(args.source).is_dir() and "://" not in args.source:

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
     import polars as pl
 
+    from simlab.judge.speed.time_check import Judged, TimeCheck
+    from simlab.judge.speed.time_check_live import LiveCheck
+    from simlab.judge.speed.token_time import Timings
+    from simlab.judge.speed.trace_time_cells import Foretold
     from simlab.judge.stats import Interval
-    from simlab.judge.time_check import Judged, TimeCheck
-    from simlab.judge.time_check_live import LiveCheck
-    from simlab.judge.token_time import Timings
-    from simlab.judge.trace_time_cells import Foretold
     from simlab.types import CellNumbers
 
 _SIZES_SHOWN = 4
@@ -63,7 +63,7 @@ def foretold_json(f: Foretold) -> dict[str, Any]:
 
 
 def _live_json(check: LiveCheck) -> dict[str, Any]:
-    from simlab.judge.time_check_live import METHODS
+    from simlab.judge.speed.time_check_live import METHODS
 
     def run_json(run: Any) -> dict[str, Any]:
         return _fields(run) | {
@@ -233,8 +233,8 @@ def foretold_lines(foretold: Sequence[Foretold], what: str = _HERE) -> list[str]
 
 def _live_lines(check: LiveCheck) -> list[str]:
     """Foretold speeds beside live ones, and what came of them."""
+    from simlab.judge.speed.time_check_live import METHODS
     from simlab.judge.stats import LEVEL
-    from simlab.judge.time_check_live import METHODS
 
     def parts(f: Foretold, live: dict[str, float]) -> str:
         told = {"compute": f.compute_ms, "management": f.management_ms, "reads": f.read_wait_ms}

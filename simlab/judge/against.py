@@ -17,7 +17,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from simlab.cells import MIB
-from simlab.judge.explain import rate
+from simlab.judge.misses.explain import rate
 from simlab.judge.stats import Interval, paired_difference
 from simlab.replay.run import Replayer
 from simlab.replay.slots import row_table

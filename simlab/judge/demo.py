@@ -19,8 +19,8 @@ from simlab.cli.output import Progress, cells_to_frame, table, write_frame
 from simlab.errors import InputError
 from simlab.judge.measure import measure
 from simlab.judge.pick import pick_along
-from simlab.judge.report import write_report
-from simlab.judge.report_inputs import trace_report
+from simlab.judge.report.inputs import trace_report
+from simlab.judge.report.page import write_report
 from simlab.judge.validate import validate
 from simlab.record.engine import Engine
 from simlab.replay.run import sweep

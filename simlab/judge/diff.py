@@ -16,7 +16,7 @@ from typing import Any, Literal
 import polars as pl
 
 from simlab.errors import InputError
-from simlab.judge.cells_file import INTERVALS, TRACE, read_cells_table
+from simlab.judge.report.cells_file import INTERVALS, TRACE, read_cells_table
 from simlab.trace.parquet_probe import probe_parquet
 from simlab.trace.reading import read_bytes
 from simlab.trace.store import Trace, open_trace

@@ -15,9 +15,9 @@ import polars as pl
 
 from simlab.cells import MIB, build_cells
 from simlab.errors import InputError
-from simlab.judge.cells_file import numbers_of, read_cells_table
-from simlab.judge.explain import Rate, rate
-from simlab.judge.grids import change_grid, changed_experts
+from simlab.judge.misses.explain import Rate, rate
+from simlab.judge.misses.grids import change_grid, changed_experts
+from simlab.judge.report.cells_file import numbers_of, read_cells_table
 from simlab.policy import builtin_policies
 from simlab.replay.run import sweep
 from simlab.replay.slots import by_token, replay_slots
@@ -107,9 +107,9 @@ class Changes:
     substituted: Rate
     """Share of the slots."""
     grid: pl.DataFrame
-    """As `simlab.judge.grids.change_grid`."""
+    """As `simlab.judge.misses.grids.change_grid`."""
     experts: pl.DataFrame
-    """As `simlab.judge.grids.changed_experts`."""
+    """As `simlab.judge.misses.grids.changed_experts`."""
 
 
 def changes(trace: Trace, cell: Cell) -> Changes:

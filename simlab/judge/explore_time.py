@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from simlab.charts.times import Speed
 from simlab.charts.words import budget_label, route_label
 from simlab.judge.measure import measure
-from simlab.judge.quality import recorded_cell
+from simlab.judge.quality.law import recorded_cell
+from simlab.judge.speed.token_time import Timings
+from simlab.judge.speed.trace_time_cells import Foreteller, Foretold, replay_work
 from simlab.judge.stats import UNKNOWN, Interval, block_bootstrap_mean
-from simlab.judge.token_time import Timings
-from simlab.judge.trace_time_cells import Foreteller, Foretold, replay_work
 from simlab.trace.store import Trace, open_trace
 from simlab.types import Cell
 

@@ -12,8 +12,8 @@ from typing import Any
 from simlab.cells import build_cells
 from simlab.errors import InputError
 from simlab.judge.pick_settings import Rise, Setting, rise_of
-from simlab.judge.quality import QualityModel, calibrate
-from simlab.judge.time_check_live import CheckedRun, check_cells
+from simlab.judge.quality.law import QualityModel, calibrate
+from simlab.judge.speed.time_check_live import CheckedRun, check_cells
 from simlab.judge.validate import planned_graphs, run_live
 from simlab.record.engine import Engine
 from simlab.trace.store import Trace

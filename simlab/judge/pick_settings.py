@@ -17,9 +17,9 @@ import numpy as np
 from simlab.cells import MIB
 from simlab.errors import InputError
 from simlab.judge.pick import evenly_along
-from simlab.judge.quality import QualityModel
+from simlab.judge.quality.law import QualityModel
+from simlab.judge.speed.trace_time_cells import Foreteller, Foretold, replay_work
 from simlab.judge.stats import Interval, block_bootstrap_mean
-from simlab.judge.trace_time_cells import Foreteller, Foretold, replay_work
 from simlab.policy import find_routing
 from simlab.trace.store import Trace
 from simlab.types import Cell, TraceHeader

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from simlab.cells import build_cells
-from simlab.judge.ppl import Text, score_table, score_texts
-from simlab.judge.scoring import Engines
+from simlab.judge.scores.ppl import Text, score_table, score_texts
+from simlab.judge.scores.scoring import Engines
 from simlab.judge.stats import Interval, block_bootstrap_mean
 from simlab.record.engine import EMBEDDED_MODEL, Engine
 from simlab.record.hook import RoutingEvent

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from simlab.errors import InputError
-from simlab.judge.fidelity_grid import original_cell
-from simlab.judge.fidelity_runs import RunStore
-from simlab.judge.ppl import Text
-from simlab.judge.quality import FORMS, QualityModel, calibrate
-from simlab.judge.quality_check import JudgedRun, LiveRun, leave_texts_out
-from simlab.judge.scoring import Tick
+from simlab.judge.fidelity.grid import original_cell
+from simlab.judge.fidelity.runs import RunStore
+from simlab.judge.quality.check import JudgedRun, LiveRun, leave_texts_out
+from simlab.judge.quality.law import FORMS, QualityModel, calibrate
+from simlab.judge.scores.ppl import Text
+from simlab.judge.scores.scoring import Tick
 from simlab.types import Cell
 
 

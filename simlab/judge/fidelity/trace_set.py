@@ -20,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 
 from simlab.errors import InputError
-from simlab.judge.quality import recorded_cell
-from simlab.judge.quality_features import features_of, features_of_recording
+from simlab.judge.quality.features import features_of, features_of_recording
+from simlab.judge.quality.law import recorded_cell
 from simlab.replay.run import sweep
 from simlab.trace.blend import blend, check_same_events
 from simlab.trace.store import Trace

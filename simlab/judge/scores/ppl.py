@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from simlab.errors import InputError
-from simlab.judge.scoring import (
+from simlab.judge.scores.scoring import (
     Engines,
     ItemAnswer,
     Results,

@@ -13,11 +13,18 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from simlab.cells import effective_k, parse_route, resolve_budget
-from simlab.judge.fidelity import N_PARTS, Counts, Errors, counts_of_recording, counts_of_replays, errors
-from simlab.judge.fidelity_runs import RunStore
-from simlab.judge.ppl import Text
-from simlab.judge.scoring import Tick
-from simlab.judge.trace_set import open_set
+from simlab.judge.fidelity.errors import (
+    N_PARTS,
+    Counts,
+    Errors,
+    counts_of_recording,
+    counts_of_replays,
+    errors,
+)
+from simlab.judge.fidelity.runs import RunStore
+from simlab.judge.fidelity.trace_set import open_set
+from simlab.judge.scores.ppl import Text
+from simlab.judge.scores.scoring import Tick
 from simlab.trace.store import Trace
 from simlab.types import Cell
 

@@ -22,9 +22,9 @@ import numpy as np
 import polars as pl
 
 from simlab.errors import InputError
-from simlab.judge.token_time import Composition, Floats
-from simlab.judge.trace_time_cells import Costs, TokenWork
-from simlab.judge.trace_time_reads import Latencies, ReadModel, Slices, slices_of
+from simlab.judge.speed.token_time import Composition, Floats
+from simlab.judge.speed.trace_time_cells import Costs, TokenWork
+from simlab.judge.speed.trace_time_reads import Latencies, ReadModel, Slices, slices_of
 from simlab.record.reads import PAGE
 from simlab.trace.store import Trace
 from simlab.types import DECODE, THROW_AWAY_TURN, TraceHeader

@@ -21,9 +21,9 @@ from simlab.charts.sweeps import sweep_charts
 from simlab.charts.theme import AnyChart
 from simlab.charts.words import LIVE_LABEL, REPLAY_LABEL, size_text, source_label
 from simlab.cli.output import write_whole
-from simlab.judge.explain import Explanation
-from simlab.judge.explain_text import Section, sections
-from simlab.judge.report_tables import (
+from simlab.judge.misses.explain import Explanation
+from simlab.judge.misses.explain_text import Section, sections
+from simlab.judge.report.tables import (
     DAGGER,
     WIDE_MARGIN,
     bullets,
@@ -35,8 +35,7 @@ from simlab.judge.report_tables import (
     sweep_table,
     table,
 )
-from simlab.judge.stats import Interval
-from simlab.judge.verdict import (
+from simlab.judge.report.verdict import (
     DASH,
     Chosen,
     Verdict,
@@ -45,6 +44,7 @@ from simlab.judge.verdict import (
     sweep_verdict,
     trace_verdict,
 )
+from simlab.judge.stats import Interval
 from simlab.replay.curve import at_budget, landmarks
 from simlab.trace.measured import Measured, measured_text
 from simlab.types import CellNumbers, Comparison, Scope, TraceHeader
@@ -77,7 +77,7 @@ class TraceReport:
     """Figures of the recording itself."""
     sweep: Sequence[CellNumbers] = ()
     chosen: Chosen | None = None
-    """The cell the sweep speaks for (`simlab.judge.verdict.sweep_choice`), with intervals where known."""
+    """The cell the sweep speaks for (`simlab.judge.report.verdict.sweep_choice`), with intervals where known."""
     comparisons: Sequence[Comparison] = ()
     """Cells replayed and run live on the same token ids."""
     curve: pl.DataFrame | None = None

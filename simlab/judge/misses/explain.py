@@ -17,7 +17,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from simlab.cells import MIB, effective_k, parse_route, resolve_budget
-from simlab.judge.anatomy import (
+from simlab.judge.misses.anatomy import (
     Anatomy,
     along_decode,
     anatomy,
@@ -27,7 +27,7 @@ from simlab.judge.anatomy import (
     reuse_distribution,
     working_set,
 )
-from simlab.judge.grids import miss_grid
+from simlab.judge.misses.grids import miss_grid
 from simlab.judge.stats import UNKNOWN, Interval, block_bootstrap_mean
 from simlab.replay.columns import TraceColumns
 from simlab.replay.curve import cliff_foot, curve_of
@@ -51,7 +51,7 @@ class Rate(NamedTuple):
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase of the cell. `counts` are those of `simlab.judge.anatomy.counts`."""
+    """One phase of the cell. `counts` are those of `simlab.judge.misses.anatomy.counts`."""
 
     tokens: int
     counts: dict[str, int]
@@ -100,7 +100,7 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True)
 class Explanation:
-    """Everything `simlab explain` says about one cell. Frames are described in `simlab.judge.anatomy`."""
+    """Everything `simlab explain` says about one cell. Frames are described in `simlab.judge.misses.anatomy`."""
 
     trace: Trace
     cell: Cell
@@ -111,7 +111,7 @@ class Explanation:
     layers: pl.DataFrame
     windows: pl.DataFrame
     grid: pl.DataFrame
-    """Decode misses by stretch of tokens and layer (`simlab.judge.grids.miss_grid`)."""
+    """Decode misses by stretch of tokens and layer (`simlab.judge.misses.grids.miss_grid`)."""
     reuse: pl.DataFrame
     working_set: pl.DataFrame
     curve: pl.DataFrame
@@ -150,7 +150,7 @@ def explain(
         train: what policies that learn do so from, as `--train` takes it.
 
     Raises:
-        InputError: as `simlab.judge.anatomy.anatomy`.
+        InputError: as `simlab.judge.misses.anatomy.anatomy`.
     """
     trace = trace if isinstance(trace, Trace) else open_trace(trace)
     header = trace.header

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from simlab.errors import InputError
-from simlab.judge.scoring import (
+from simlab.judge.scores.scoring import (
     Engines,
     ItemAnswer,
     Results,

@@ -27,12 +27,12 @@ import polars as pl
 
 from simlab.errors import InputError
 from simlab.judge.measure import measure
+from simlab.judge.speed.time_live import run_interleaved
+from simlab.judge.speed.token_time import Floats, Timings
+from simlab.judge.speed.trace_time import timings_of_trace
+from simlab.judge.speed.trace_time_cells import Costs, Foreteller, Foretold, TokenWork, by_costs, replay_work
+from simlab.judge.speed.trace_time_reads import capped
 from simlab.judge.stats import LEVEL, Coverage, Interval, coverage
-from simlab.judge.time_live import run_interleaved
-from simlab.judge.token_time import Floats, Timings
-from simlab.judge.trace_time import timings_of_trace
-from simlab.judge.trace_time_cells import Costs, Foreteller, Foretold, TokenWork, by_costs, replay_work
-from simlab.judge.trace_time_reads import capped
 from simlab.trace.store import Trace
 from simlab.types import DECODE, THROW_AWAY_TURN, Cell, CellNumbers
 

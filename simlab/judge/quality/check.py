@@ -16,7 +16,7 @@ import numpy as np
 import polars as pl
 
 from simlab.errors import InputError
-from simlab.judge.quality import FORMS, LEVEL, Calibration, QualityModel
+from simlab.judge.quality.law import FORMS, LEVEL, Calibration, QualityModel
 from simlab.judge.stats import Coverage, coverage
 from simlab.types import Cell
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from simlab.cells import MIB
 from simlab.cli.output import align
-from simlab.judge.explain import Explanation, Phase, Rate
+from simlab.judge.misses.explain import Explanation, Phase, Rate
 
 _READS, _COMPUTE, _MANAGEMENT = "waiting for reads", "compute", "cache management"
 _LARGEST_PART = {

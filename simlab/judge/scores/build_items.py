@@ -4,7 +4,7 @@ The embedded model reads bytes and knows nothing of the world, so its items come
 context of about 180 bytes that ends before a word, the true word, and three other words of the same text.
 The same file comes out again, byte for byte, with
 
-    python -m simlab.judge.build_items OUT.jsonl simlab/data/heldout.txt
+    python -m simlab.judge.scores.build_items OUT.jsonl simlab/data/heldout.txt
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-DATA = Path(__file__).resolve().parent.parent / "data"
+DATA = Path(__file__).resolve().parents[2] / "data"
 SHORT_TEXTS = ("text-b.txt", "text-c.txt")
 N_OF_SHORT = 10
 """Items from each shipped text; the rest comes from the long one."""

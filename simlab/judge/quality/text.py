@@ -8,9 +8,9 @@ from typing import Any
 
 from simlab.charts.words import route_label
 from simlab.cli.output import align
-from simlab.judge.quality import LEVEL
-from simlab.judge.quality_check import JudgedRun, Verdict, verdict
-from simlab.judge.quality_runs import Quality
+from simlab.judge.quality.check import JudgedRun, Verdict, verdict
+from simlab.judge.quality.law import LEVEL
+from simlab.judge.quality.runs import Quality
 from simlab.types import Cell
 
 _LEGEND = (

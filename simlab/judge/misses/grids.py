@@ -44,7 +44,7 @@ def grid(frame: pl.DataFrame, names: Sequence[str]) -> pl.DataFrame:
 
 
 def miss_grid(decode: pl.DataFrame) -> pl.DataFrame:
-    """`grid` of `lookups` and `misses`, and `miss_percent`, from the lookups of `simlab.judge.anatomy.Anatomy`."""
+    """`grid` of `lookups` and `misses`, and `miss_percent`, from lookups of `anatomy.Anatomy`."""
     counted = decode.select(
         "token", "layer", lookups=pl.lit(1, pl.Int64), misses=(~pl.col("hit")).cast(pl.Int64)
     )

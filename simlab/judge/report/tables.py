@@ -14,7 +14,7 @@ from simlab.charts.words import (
     route_label,
     source_label,
 )
-from simlab.judge.verdict import DASH, mib_text, percent_text, ppl_text
+from simlab.judge.report.verdict import DASH, mib_text, percent_text, ppl_text
 from simlab.types import Cell, CellNumbers, Comparison
 
 WIDE_MARGIN = 0.20

@@ -1,7 +1,7 @@
 """The quality law: what a cell costs in nll, foretold from what a replay knows of it, with an interval.
 
 The rise in nll over the original routing on the same tokens is a sum of a few features of the cell
-(`quality_features.py`) with coefficients of at least zero, so that it is zero where nothing strays from the router and
+(`quality/features.py`) with coefficients of at least zero, so that it is zero where nothing strays from the router and
 never falls where more does. Terms are scaled by how undecided the model was on the text, the mean of p (1 - p) over
 the probabilities p that it gave the tokens that came: shifted logits cost where the model wavers, not where it is
 sure. The coefficients are fitted on a few live margins, each weighed by how well its difference is known. The interval
@@ -9,7 +9,7 @@ holds three things: chance in a live difference of as many tokens, how far the l
 runs, and how loosely these fix the coefficients.
 
 Limits: a law holds for the model it was fitted on, and for policies like those it was fitted on; how far it carries
-beyond is measured in `quality_check.py` and written in docs/quality.md. Everything it says is simulated.
+beyond is measured in `quality/check.py` and written in docs/quality.md. Everything it says is simulated.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from scipy import optimize, stats
 from simlab.cells import build_cells
 from simlab.cli.options import recorded_evict, recorded_route
 from simlab.errors import InputError
-from simlab.judge.quality_features import features_of
+from simlab.judge.quality.features import features_of
 from simlab.judge.stats import standard_error
 from simlab.trace.store import Trace
 from simlab.types import DECODE, THROW_AWAY_TURN, Cell, TraceHeader

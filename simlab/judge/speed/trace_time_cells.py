@@ -28,12 +28,11 @@ from scipy import optimize, stats
 
 from simlab.cells import MIB
 from simlab.errors import InputError
-from simlab.judge.quality_features import features_of_replay
-from simlab.judge.stats import LEVEL, Interval, block_bootstrap_mean, standard_error
-from simlab.judge.token_time import Floats, TimeModel, Timings, fit
-from simlab.judge.trace_time import timings_of_trace
-from simlab.judge.trace_time_policy import rehearsal
-from simlab.judge.trace_time_reads import (
+from simlab.judge.quality.features import features_of_replay
+from simlab.judge.speed.token_time import Floats, TimeModel, Timings, fit
+from simlab.judge.speed.trace_time import timings_of_trace
+from simlab.judge.speed.trace_time_policy import rehearsal
+from simlab.judge.speed.trace_time_reads import (
     ReadModel,
     by_token,
     capped,
@@ -42,6 +41,7 @@ from simlab.judge.trace_time_reads import (
     misses_of,
     slices_of,
 )
+from simlab.judge.stats import LEVEL, Interval, block_bootstrap_mean, standard_error
 from simlab.replay.run import Replayer
 from simlab.replay.slots import row_table
 from simlab.replay.training import load_training

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from simlab.judge.fidelity_grid import original_cell
-from simlab.judge.fidelity_runs import RunStore
-from simlab.judge.ppl import Text
-from simlab.judge.scoring import Tick
+from simlab.judge.fidelity.grid import original_cell
+from simlab.judge.fidelity.runs import RunStore
+from simlab.judge.scores.ppl import Text
+from simlab.judge.scores.scoring import Tick
+from simlab.judge.speed.time_check_live import CheckedRun, check_cells
 from simlab.judge.stats import Interval, block_bootstrap_mean
-from simlab.judge.time_check_live import CheckedRun, check_cells
 from simlab.types import Cell
 
 SPEED_TOKENS = 256

@@ -25,7 +25,7 @@ import polars as pl
 from scipy import optimize
 
 from simlab.errors import InputError
-from simlab.judge.token_time import Composition, Floats
+from simlab.judge.speed.token_time import Composition, Floats
 from simlab.trace.store import Trace
 from simlab.types import DECODE, THROW_AWAY_TURN, TraceHeader
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from simlab.errors import InputError, SimlabWarning
-from simlab.judge.sandbox import grade
-from simlab.judge.scoring import (
+from simlab.judge.scores.sandbox import grade
+from simlab.judge.scores.scoring import (
     Engines,
     ItemAnswer,
     Results,
@@ -121,7 +121,7 @@ def solve(
 ) -> list[Completions]:
     """Complete and grade every problem under every cell; flips are against the first cell.
 
-    This runs the code the model writes (see `simlab.judge.sandbox` for what bounds it).
+    This runs the code the model writes (see `simlab.judge.scores.sandbox` for what bounds it).
 
     Raises:
         InputError: a prompt that leaves no room for its completion, before anything runs.

@@ -8,9 +8,9 @@ from typing import Any
 
 from simlab.charts.words import route_label
 from simlab.cli.output import align
-from simlab.judge.fidelity import Off
-from simlab.judge.fidelity_grid import FidelityRow
-from simlab.judge.fidelity_speed import SpeedRow
+from simlab.judge.fidelity.errors import Off
+from simlab.judge.fidelity.grid import FidelityRow
+from simlab.judge.fidelity.speed import SpeedRow
 
 LEGEND = (
     "L1: a replay of the text's recording under the original routing, simulated. L2: live, the same tokens forced.\n"

@@ -21,8 +21,8 @@ from simlab.charts.words import (
     source_label,
 )
 from simlab.judge.against import baseline, is_exact
-from simlab.judge.explain import Explanation, Rate
-from simlab.judge.explain_text import subtitle
+from simlab.judge.misses.explain import Explanation, Rate
+from simlab.judge.misses.explain_text import subtitle
 from simlab.types import CellNumbers, Comparison
 
 DASH = "–"

@@ -7,8 +7,8 @@ import polars as pl
 
 from simlab.cells import MIB
 from simlab.errors import InputError
-from simlab.judge.token_time import Composition, Timings
-from simlab.judge.trace_time_reads import reads_under_way
+from simlab.judge.speed.token_time import Composition, Timings
+from simlab.judge.speed.trace_time_reads import reads_under_way
 from simlab.trace.store import Trace
 from simlab.types import DECODE, THROW_AWAY_TURN
 

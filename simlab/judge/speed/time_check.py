@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from simlab.judge.speed.token_time import Aim, Floats, Parts, TimeModel, Timings, fit, solve
 from simlab.judge.stats import BLOCK_TOKENS, UNKNOWN, Interval, block_bootstrap_mean, paired_difference
-from simlab.judge.token_time import Aim, Floats, Parts, TimeModel, Timings, fit, solve
 
 LEAST_TOKENS = 16
 """Fewer are not divided: a half would have no blocks to tell its spread by."""

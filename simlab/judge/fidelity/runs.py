@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from simlab.errors import InputError
-from simlab.judge.ppl import LEAST_TOKENS, Text
-from simlab.judge.scoring import Engines, Tick
+from simlab.judge.scores.ppl import LEAST_TOKENS, Text
+from simlab.judge.scores.scoring import Engines, Tick
 from simlab.trace.header import read_header
 from simlab.trace.store import Trace, open_trace
 from simlab.types import Cell

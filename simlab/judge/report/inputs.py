@@ -13,11 +13,11 @@ from typing import NamedTuple
 from simlab.cells import build_cells
 from simlab.errors import InputError
 from simlab.judge.against import replayed_series, with_intervals
-from simlab.judge.cells_file import TRACE, can_replay, numbers_of, pairs_of, read_cells_table
-from simlab.judge.explain import explain
-from simlab.judge.report import TraceReport
-from simlab.judge.report_commands import sweep_commands, train_option, validate_commands
-from simlab.judge.verdict import Chosen, sweep_choice
+from simlab.judge.misses.explain import explain
+from simlab.judge.report.cells_file import TRACE, can_replay, numbers_of, pairs_of, read_cells_table
+from simlab.judge.report.commands import sweep_commands, train_option, validate_commands
+from simlab.judge.report.page import TraceReport
+from simlab.judge.report.verdict import Chosen, sweep_choice
 from simlab.replay.curve import lru_curve
 from simlab.trace.info import trace_info
 from simlab.trace.measured import measured

@@ -1,0 +1,1 @@
+"""How far replays are off from live runs, and replays on several recordings."""

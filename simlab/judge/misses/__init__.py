@@ -1,0 +1,1 @@
+"""What misses are made of, and where they are."""

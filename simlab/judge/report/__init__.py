@@ -1,0 +1,1 @@
+"""The offline report: its page, tables, first sentence and commands."""

@@ -1,0 +1,1 @@
+"""Scores of live runs: perplexity, questions, problems."""
