@@ -49,6 +49,16 @@ def parse_budget(text: str) -> Budget:
     return Budget("fraction", amount / 100, text)
 
 
+def route_spec(route: Route) -> str:
+    """A route as `--route` takes it: `substitute:L=0.15+drop_cold:F=0.75,prefill=0`."""
+
+    def one(step: Step) -> str:
+        knobs = ",".join(f"{name}={value:g}" for name, value in step.knobs.items())
+        return step.policy.name + (f":{knobs}" if knobs else "")
+
+    return "+".join(map(one, route.steps)) or route.name
+
+
 def effective_k(route: Route, header: TraceHeader) -> int:
     """Experts per token in force: the k' of a `width` step, else the model's own.
 

@@ -169,6 +169,22 @@ def test_other_scores_walk_alike(scorer):
     agree(trace, build_cells(budgets=BUDGETS, routes=[*ROUTES, "resident_only"]), rows_at_once=2)
 
 
+def test_scores_that_a_margin_makes_equal():
+    """Two scores a last bit apart are one value after a bonus, and then the lower id has the slot."""
+
+    def pairs(rng, logits):
+        found = np.empty(len(logits), np.float32)
+        # In a pair the higher id has the higher score; one score far below makes the bonus large.
+        found[::2] = rng.permutation(len(logits) // 2) / 100
+        found[1::2] = np.nextafter(found[::2], np.float32(1))
+        found[-2:] = -8
+        return {"scores": found}
+
+    header = make_header(n_layer=1, n_expert=24, k=3, gating="logits", space="raw")
+    trace = written(generate(header, seed=4, n_decode=120, scorer=pairs))
+    agree(trace, build_cells(budgets=["20%", "45%", "70%"], routes=["substitute:L=0.05", "substitute:L=1"]))
+
+
 @pytest.mark.slow
 def test_without_scores_and_without_a_cache(short_calls):
     header = make_header(n_layer=2, n_expert=24, k=4)

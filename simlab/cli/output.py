@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from simlab.cells import route_spec
 from simlab.errors import RunError
 from simlab.types import Cell, CellNumbers, PhaseNumbers
 
@@ -151,11 +152,10 @@ def table(cells: Sequence[CellNumbers]) -> str:
     ]  # fmt: skip
     for c in cells:
         d = c.decode
-        knobs = ",".join(f"{name}={value:g}" for name, value in c.cell.route.knobs.items())
         lines.append(
             [
                 "replay (simulated)" if c.source == "replay" else c.source,
-                c.cell.route.name + (f":{knobs}" if knobs else ""),
+                route_spec(c.cell.route),
                 c.cell.evict_spec,
                 c.cell.scope,
                 "off" if c.cell.budget.kind == "off" else f"{c.budget_mib:.1f}",
@@ -174,6 +174,13 @@ def table(cells: Sequence[CellNumbers]) -> str:
             ]
         )
     return align(lines) + (f"\n{TABLE_LEGEND}" if sys.stdout.isatty() else "")
+
+
+def cell_words(numbers: CellNumbers) -> list[str]:
+    """Route, eviction and budget in MiB of a cell, as tables have them."""
+    cell = numbers.cell
+    budget = "off" if cell.budget.kind == "off" else f"{numbers.budget_mib:.1f}"
+    return [route_spec(cell.route), cell.evict_spec, budget]
 
 
 def align(lines: Sequence[Sequence[str]]) -> str:

@@ -24,7 +24,7 @@ from simlab.cli.options import (
     warn_about_cells,
     whole_number,
 )
-from simlab.cli.output import Progress, align, cell_to_json, print_json, say_written
+from simlab.cli.output import Progress, align, cell_to_json, cell_words, print_json, say_written
 from simlab.errors import InputError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from simlab.judge.pick_settings import Setting
     from simlab.judge.quality.law import QualityModel
     from simlab.trace.store import Trace
-    from simlab.types import Cell, CellNumbers
+    from simlab.types import Cell
 
 _SHOWN = 5
 
@@ -251,13 +251,6 @@ def _surely(args: argparse.Namespace, s: Setting) -> bool | None:
     return None if args.pareto else surely(s, args.max_ppl_increase, args.min_tok_s)
 
 
-def _words(numbers: CellNumbers) -> list[str]:
-    cell = numbers.cell
-    knobs = ",".join(f"{name}={value:g}" for name, value in cell.route.knobs.items())
-    budget = "off" if cell.budget.kind == "off" else f"{numbers.budget_mib:.1f}"
-    return [cell.route.name + (f":{knobs}" if knobs else ""), cell.evict_spec, budget]
-
-
 def _between(value: float, low: float, high: float, digits: int, scale: float = 1) -> str:
     return f"{scale * value:.{digits}f} [{scale * low:.{digits}f}, {scale * high:.{digits}f}]"
 
@@ -306,7 +299,7 @@ def _text(
         sure = _surely(args, s)
         table.append(
             [
-                *_words(s.foretold.numbers),
+                *cell_words(s.foretold.numbers),
                 _between(s.foretold.tok_s, *s.foretold.tok_s_interval, 1),
                 _between(s.mib_per_token, *s.mib_interval, 2),
                 "-" if s.rise is None else _between(*s.rise, 2, 100),
@@ -340,7 +333,7 @@ def _live_table(checked: Sequence[CheckedPick]) -> list[list[str]]:
         live_mib = run.live.decode.read_mib_per_token
         table.append(
             [
-                *_words(s.foretold.numbers),
+                *cell_words(s.foretold.numbers),
                 _between(run.today.tok_s, *run.today.tok_s_interval, 1),
                 f"{run.live_tok_s:.1f}",
                 said(c.speed_held),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from simlab.cli.output import align, cell_to_json
+from simlab.cli.output import align, cell_to_json, cell_words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from simlab.judge.speed.token_time import Timings
     from simlab.judge.speed.trace_time_cells import Foretold
     from simlab.judge.stats import Interval
-    from simlab.types import CellNumbers
 
 _SIZES_SHOWN = 4
 
@@ -185,14 +184,6 @@ def _latency_lines(latencies: pl.DataFrame, io_mode: str | None) -> list[str]:
     return [f"Read latency by size and reads under way at its start, {what}{rest}:", align(table)]
 
 
-def _cell_words(numbers: CellNumbers) -> list[str]:
-    """route, evict and budget of a cell."""
-    cell = numbers.cell
-    knobs = ",".join(f"{name}={value:g}" for name, value in cell.route.knobs.items())
-    budget = "off" if cell.budget.kind == "off" else f"{numbers.budget_mib:.1f}"
-    return [cell.route.name + (f":{knobs}" if knobs else ""), cell.evict_spec, budget]
-
-
 def _within(value: float, interval: Interval, digits: int) -> str:
     return f"{value:.{digits}f} [{interval.low:.{digits}f}, {interval.high:.{digits}f}]"
 
@@ -211,7 +202,7 @@ def foretold_lines(foretold: Sequence[Foretold], what: str = _HERE) -> list[str]
         table.append(
             [
                 "replay (simulated)",
-                *_cell_words(f.numbers),
+                *cell_words(f.numbers),
                 "-" if per_token is None else f"{per_token:.2f}",
                 _within(f.tok_s, f.tok_s_interval, 3),
                 _within(f.read_wait_ms, f.read_wait_interval, 2),
@@ -249,7 +240,7 @@ def _live_lines(check: LiveCheck) -> list[str]:
         table.append(
             [
                 str(run.group),
-                *_cell_words(run.today.numbers),
+                *cell_words(run.today.numbers),
                 _within(run.from_trace.tok_s, run.from_trace.tok_s_interval, 1),
                 yes[0],
                 _within(run.today.tok_s, run.today.tok_s_interval, 1),

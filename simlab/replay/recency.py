@@ -3,8 +3,8 @@
 Under LRU the entries in RAM are those whose last occurrence lies above a *watermark* in the walk, and evicting
 only moves the watermark up. So nothing is searched: a bit per place in the walk says whether an entry occurred
 there last, and the watermark moves over as many bits as there are bytes to free. Of the candidates of a rerank
-policy only the first k in RAM and the first k not in RAM can win a slot (`RoutingPolicy.ordered`); they are
-found as bits of a mask laid in score order. Both are exact, whatever the knobs and budgets.
+policy only the first k in RAM, the first k not in RAM, and what rounding makes equal to the last of these can win
+a slot (`RoutingPolicy.ordered`); they are found as bits of a mask laid in score order.
 
 A step's writes are made at the start of the next one: XLA then sees every read of the state after the write and
 updates it in place, where it would else copy all of it at each step. Arrays that are read or written lane by lane
@@ -53,6 +53,9 @@ from simlab.types import Array, Candidates, EvictionPolicy, Step
 
 WINDOW_WORDS = 3
 """Words the watermark may pass at once; farther goes by repetition."""
+_SPARE = 2
+"""Candidates of each kind past the k-th. Rounding may make two scores a few last bits apart one value, and then the
+lower id has the slot; three others so close to the k-th would be needed to miss one."""
 _MARK, _OVER = (Passed._fields.index(name) for name in ("mark", "over"))
 
 
@@ -253,14 +256,15 @@ def _route(
         # Those not in RAM are the bits turned over.
         flip = np.stack([np.zeros_like(names(program.n_expert)), names(program.n_expert)], axis=1)
         masks = (bits[:, None] ^ flip[:, :, None])[:, :, None]
-        place = kept(nth_one)(masks, jnp.arange(k, dtype=jnp.int32)[None, :, None])
-        ranked = kept(taken)(row["ranked"], place.reshape(2 * k, n_lanes))
+        n_each = k + _SPARE
+        place = kept(nth_one)(masks, jnp.arange(n_each, dtype=jnp.int32)[None, :, None])
+        ranked = kept(taken)(row["ranked"], place.reshape(2 * n_each, n_lanes))
         expert = (ranked & 0xFFFFFFFF).astype(jnp.int32)
         candidates = Candidates(
             value=lax.bitcast_convert_type((ranked >> 32).astype(jnp.int32), jnp.float32),
             expert=expert,
             rank=jnp.zeros_like(expert),
-            resident=(np.arange(2 * k) < k)[:, None] & (expert < program.n_expert),
+            resident=(np.arange(2 * n_each) < n_each)[:, None] & (expert < program.n_expert),
             weight=jnp.zeros(expert.shape, jnp.float32),
         )
         knobs = SimpleNamespace(**lanes["knobs"]["rerank"])

@@ -8,6 +8,8 @@ Shapes: `E` experts per layer, `K` slots, `W` lanes.
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -146,12 +148,13 @@ def against_router(shape: ProgramShape, rows: Tree, ran: Array) -> tuple[Array, 
         ran: int32 `[..., K, W]`: the experts that ran, -1 where a slot does not exist or was dropped.
     """
     router = rows["router"][..., : shape.n_expert_used]
-    same = sum(
-        ((ran[..., slot, :] == router[..., other, None]) & (ran[..., slot, :] >= 0)).astype(jnp.int32)
-        for slot in range(ran.shape[-2])
-        for other in range(router.shape[-1])
-    )
-    agreement = same / jnp.maximum(rows["router_k"], 1)[..., None]
+    same: Array = jnp.int32(0)
+    for slot in range(ran.shape[-2]):
+        one = ran[..., slot, :]
+        # A router may name an expert twice.
+        found = reduce(or_, (one == router[..., other, None] for other in range(router.shape[-1])))
+        same = same + (found & (one >= 0)).astype(jnp.int32)
+    agreement = same.astype(jnp.float64) / jnp.maximum(rows["router_k"], 1)[..., None]
     if not shape.scores:
         return jnp.zeros_like(agreement), jnp.zeros_like(agreement), agreement
     n_expert = rows["mass"].shape[-1]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from simlab.cells import route_spec
 from simlab.errors import InputError
 from simlab.judge.scores.ppl import LEAST_TOKENS, Text
 from simlab.judge.scores.scoring import Engines, Tick
@@ -131,11 +132,13 @@ class RunStore:
 
     def path(self, text: Text, cell: Cell, how: str = "forced") -> Path:
         """Where the recording of a text under a cell lies."""
-        route = "+".join(
-            ":".join(filter(None, (s.policy.name, ",".join(f"{n}={v:g}" for n, v in s.knobs.items()))))
-            for s in cell.route.steps
+        words = (
+            cell.budget.text,
+            route_spec(cell.route),
+            cell.evict_spec,
+            cell.scope,
+            *(() if how == "forced" else (how,)),
         )
-        words = (cell.budget.text, route, cell.evict_spec, cell.scope, *(() if how == "forced" else (how,)))
         return self.folder / text.name / ("_".join(_UNFIT.sub("-", word) for word in words) + ".trace")
 
     def _kept(self, text: Text, cell: Cell, how: str) -> bool:

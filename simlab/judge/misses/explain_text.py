@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from simlab.cells import MIB
+from simlab.cells import MIB, route_spec
 from simlab.cli.output import align
 from simlab.judge.misses.explain import Explanation, Phase, Rate
 
@@ -49,8 +49,7 @@ def explain_text(explanation: Explanation) -> str:
 
 def subtitle(e: Explanation) -> str:
     """The cell in one line."""
-    knobs = ",".join(f"{name}={value:g}" for name, value in e.cell.route.knobs.items())
-    route = e.cell.route.name + (f":{knobs}" if knobs else "")
+    route = route_spec(e.cell.route)
     size = (
         "no cache"
         if e.budget.off

@@ -21,7 +21,7 @@ from typing import Any
 
 import polars as pl
 
-from simlab.cells import MIB, effective_k, resolve_budget
+from simlab.cells import MIB, effective_k, resolve_budget, route_spec
 from simlab.errors import InputError, RunError
 from simlab.judge.measure import measure
 from simlab.record.engine import EMBEDDED_MODEL, Engine
@@ -408,9 +408,7 @@ def cell_words(numbers: CellNumbers | None) -> list[str]:
     if numbers is None:
         return ["route", "evict", "budget", "k"]
     cell = numbers.cell
-    knobs = ",".join(f"{name}={value:g}" for name, value in cell.route.knobs.items())
-    route = cell.route.name + (f":{knobs}" if knobs else "")
-    return [route, cell.evict, cell.budget.text, str(numbers.top_k)]
+    return [route_spec(cell.route), cell.evict, cell.budget.text, str(numbers.top_k)]
 
 
 def cost_words(numbers: CellNumbers | None) -> list[str]:
