@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -11,27 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simlab.replay.batches import padded
-from simlab.replay.columns import TraceColumns
 from simlab.replay.keyed import KeyedShape, run
 from simlab.replay.programs import compiled
-from simlab.replay.shape import ProgramShape, Tree
+from simlab.replay.shape import Tree
 from simlab.replay.shared_walk import STEPS, SharedWalk, Uses, of_uses
-from simlab.types import ResolvedBudget
 
 
 class KeyedWalk(SharedWalk):
     """Takes what `SharedWalk` does."""
 
-    def __init__(
-        self,
-        columns: TraceColumns,
-        program: ProgramShape,
-        budgets: Sequence[ResolvedBudget],
-        sizes: NDArray[np.int64],
-        knobs: SimpleNamespace,
-        foretold: Mapping[str, NDArray[np.int64]],
-    ) -> None:
-        super().__init__(columns, program, budgets, sizes, knobs, foretold)
+    def _lay_out(self) -> None:
+        program = self._program
         self._shape = KeyedShape(
             eviction=program.eviction,
             n_layers=program.n_layers,
@@ -39,7 +27,7 @@ class KeyedWalk(SharedWalk):
             n_slots=program.n_slots,
             per_layer=self._per_layer,
         )
-        self.lanes |= {"knob_values": vars(knobs)}
+        self.lanes |= {"knob_values": vars(self._knobs)}
 
     def _call(
         self,

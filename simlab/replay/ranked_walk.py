@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from simlab.replay.batches import WORD, padded
-from simlab.replay.columns import TraceColumns
 from simlab.replay.programs import compiled
 from simlab.replay.ranked import RankedShape, run
-from simlab.replay.shape import ProgramShape, Tree
+from simlab.replay.shape import Tree
 from simlab.replay.shared_walk import STEPS, SharedWalk, Uses, first_of, of_uses
 from simlab.routing import entry_facts, eviction_key
-from simlab.types import ResolvedBudget
 
 
 class RankedWalk(SharedWalk):
     """Takes what `SharedWalk` does."""
 
-    def __init__(
-        self,
-        columns: TraceColumns,
-        program: ProgramShape,
-        budgets: Sequence[ResolvedBudget],
-        sizes: NDArray[np.int64],
-        knobs: SimpleNamespace,
-        foretold: Mapping[str, NDArray[np.int64]],
-    ) -> None:
-        super().__init__(columns, program, budgets, sizes, knobs, foretold)
+    def _lay_out(self) -> None:
+        program = self._program
         n_layers, units = program.n_layers, self.lanes["units"]
         line_sizes, line_of_layer = np.unique(units, return_inverse=True)
         entries = program.n_expert * (n_layers // self._n_caches)

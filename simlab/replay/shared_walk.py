@@ -69,6 +69,11 @@ class SharedWalk(ABC):
         self._most_uses = max(n_expert, share * -(-STEPS * program.n_slots // self._n_caches))
         units = (sizes // unit_of(sizes)).astype(np.int32)
         self.lanes: Tree = {"units": units, "budget": budget_units(budgets, sizes)}
+        self._lay_out()
+
+    @abstractmethod
+    def _lay_out(self) -> None:
+        """Set the scan's shape, and add to `lanes` what it reads beside."""
 
     def first_carry(self, n_lanes: int) -> Tree:
         """Empty caches and zero counters; what lanes share stands there once."""
