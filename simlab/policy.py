@@ -85,8 +85,8 @@ def routing(
         learns: what `train` returns, by name; the policy finds it in `candidates.learned`.
         train: called once with the training part of a trace (`--train`).
         uses_cache: False for one that does not look at residency: it then runs with the cache off too.
-        ordered: True for a rerank that needs scores alone and never puts the lower-scored of two experts alike
-            in residency first: a replay then looks at the best of each kind only, and is much faster.
+        ordered: True for a rerank that needs scores alone and puts the higher-scored of two experts alike in
+            residency first: a replay then looks at the best of each kind only, and is much faster.
         source: paper section or spec line.
 
     Raises:
@@ -127,8 +127,8 @@ def routing(
 
 
 def _check_ordered(where: str, ordered: bool, stage: Stage, needs: frozenset[str]) -> bool:
-    if ordered and (stage != "rerank" or not needs <= {"scores"}):
-        raise InputError(f"{where}: only a rerank policy that needs nothing but scores can be ordered")
+    if ordered and (stage != "rerank" or needs != {"scores"}):
+        raise InputError(f"{where}: only a rerank policy that needs scores and nothing else can be ordered")
     return ordered
 
 

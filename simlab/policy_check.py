@@ -69,7 +69,8 @@ def check_policy(policy: Policy) -> None:
         InputError: it raised, or returned something else than its contract says.
     """
     if isinstance(policy, RoutingPolicy):
-        key = (policy.function, policy.stage, tuple(policy.state), policy.needs, tuple(policy.learns.items()))
+        declared = (tuple(policy.state), policy.needs, tuple(policy.learns.items()), policy.ordered)
+        key = (policy.function, policy.stage, *declared)
     else:
         key = (policy.function, policy.touch, tuple(policy.state), tuple(policy.scalars), policy.needs)
     if key in _CHECKED:
@@ -141,11 +142,17 @@ def _try_routing(policy: RoutingPolicy, lanes: tuple[int, ...]) -> None:
         _check_value(policy, "Choice(tier=...)", choice.tier, "iub", "whole numbers", shape)
         _check_value(policy, "Choice(active=...)", choice.active, "b", "bool, one per row", lanes)
         if policy.ordered:
-            # Candidates come best first; of each pair two places apart both are in RAM, or neither.
-            ranked = [np.broadcast_to(x, shape) for x in (choice.tier, choice.value)]
-            (tier, lower_tier), (value, lower_value) = ((x[:2], x[2:]) for x in ranked)
-            if not np.all((tier > lower_tier) | ((tier == lower_tier) & (value >= lower_value))):
-                raise _bad(policy, "is declared ordered, but puts the lower of two scores first")
+            # Three of them, but two are in RAM: what a policy makes of all others alike may then be picked.
+            wider = policy.function(
+                np, candidates, row._replace(k=of_row(3, np.int32)), state, knob_values(policy.knobs, {})
+            )[0]
+            if not _is_ordered(choice, shape, strictly=False) or (
+                np.any(wider.active) and not _is_ordered(wider, shape, strictly=True)
+            ):
+                raise _bad(
+                    policy,
+                    "is declared ordered, but does not put the higher of two scores first, or makes them one",
+                )
     elif policy.stage == "swap":
         _check_value(policy, "Choice(replace=...)", choice.replace, "b", "bool", shape)
         by_slot = np.ndim(choice.value) > len(shape)
@@ -157,6 +164,21 @@ def _try_routing(policy: RoutingPolicy, lanes: tuple[int, ...]) -> None:
         _check_value(policy, "Choice(drop=...)", choice.drop, "b", "bool", shape)
     if policy.state:
         _check_new_state(policy, "the state it returns", new_state, lanes)
+
+
+def _is_ordered(choice: Choice, shape: tuple[int, ...], *, strictly: bool) -> bool:
+    """Whether of four candidates, best first, two places apart alike in residency, the better comes first.
+
+    Args:
+        strictly: also where both are at -inf, which is where a policy puts what must not be picked.
+    """
+    import numpy as np
+
+    ranked = [np.broadcast_to(x, shape) for x in (choice.tier, choice.value)]
+    (tier, lower_tier), (value, lower_value) = ((x[:2], x[2:]) for x in ranked)
+    first = (tier > lower_tier) | ((tier == lower_tier) & (value > lower_value))
+    shut_out = (tier == lower_tier) & (value == lower_value) & np.isneginf(value)
+    return bool(np.all(first if strictly else first | shut_out))
 
 
 def _try_eviction(policy: EvictionPolicy) -> None:

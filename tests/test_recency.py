@@ -332,21 +332,36 @@ def test_lanes_on_several_devices_are_those_on_one(monkeypatch):
     assert replayer.numbers() == spread
 
 
-def test_ordered_is_for_scores_alone():
-    with pytest.raises(InputError, match="only a rerank policy that needs nothing but scores"):
+@pytest.mark.parametrize("needs", [set(), {"scores", "rank"}], ids=str)
+def test_ordered_is_for_scores_alone(needs):
+    with pytest.raises(InputError, match="only a rerank policy that needs scores and nothing else"):
 
-        @routing("rerank", needs={"scores", "rank"}, ordered=True)
+        @routing("rerank", needs=needs, ordered=True)
         def wrong(xp, candidates, row, state, knobs):
             return Choice(value=candidates.value), state
 
 
-def test_a_policy_that_is_not_ordered_as_it_says_is_refused():
-    @routing("rerank", needs={"scores"}, ordered=True)
-    def upside_down(xp, candidates, row, state, knobs):
-        return Choice(value=-candidates.value), state
+def upside_down(xp, candidates, row, state, knobs):
+    return Choice(value=-candidates.value), state
 
+
+def of_residency_alone(xp, candidates, row, state, knobs):
+    """The lower ids of those in RAM, of which the best two scores say nothing."""
+    return Choice(value=xp.where(candidates.resident, 1, 0)), state
+
+
+def shutting_out(xp, candidates, row, state, knobs):
+    """As `resident_only`, but also where fewer than k are in RAM: then the lower ids of the others."""
+    return Choice(value=xp.where(candidates.resident, candidates.value, xp.float32("-inf"))), state
+
+
+@pytest.mark.parametrize(
+    "function", [upside_down, of_residency_alone, shutting_out], ids=lambda f: f.__name__
+)
+def test_a_policy_that_is_not_ordered_as_it_says_is_refused(function):
+    check_policy(routing("rerank", needs={"scores"})(function))
     with pytest.raises(InputError, match="ordered"):
-        check_policy(upside_down)
+        check_policy(routing("rerank", needs={"scores"}, ordered=True)(function))
 
 
 @pytest.mark.slow
