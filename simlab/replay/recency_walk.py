@@ -16,12 +16,13 @@ from simlab.replay.columns import ColumnNeeds, TraceColumns, WeightSource
 from simlab.replay.devices import placed, spread
 from simlab.replay.programs import compiled
 from simlab.replay.recency import WINDOW_WORDS, RecencyShape, first_carry, renumbered, run
-from simlab.replay.shape import COUNTERS, SUMS, ProgramShape, Tree, first_counts
+from simlab.replay.shape import COUNTERS, ProgramShape, Tree, first_counts
+from simlab.replay.tally import lane_independent
+from simlab.replay.units import budget_units, unit_of
 from simlab.types import DECODE, PREFILL, ResolvedBudget
 
 _BATCHES = {"routed": 512, "narrow": 512, "wide": 16}
 """Batches in one call of a program."""
-_LARGEST = 2**30
 
 
 class RecencyWalk:
@@ -185,61 +186,3 @@ class RecencyWalk:
         call = compiled(("renumber", shape.key, n_lanes), spread(function, n_lanes))
         self._next = np.full_like(self._next, self._first_place)
         return call(placed(carry, n_lanes), {}, np.int32(0), {})
-
-
-def lane_independent(program: ProgramShape, carry: Tree, rows: dict[str, NDArray[Any]]) -> Tree:
-    """Counters and sums with what rows add that no lane changes: slots, agreement, and a narrower k's loss."""
-    walk, router = rows["router"][:, : program.n_slots], rows["router"][:, : program.n_expert_used]
-    counters, sums = np.array(carry["counters"]), np.array(carry["sums"])
-    n_slots = (walk >= 0).sum(axis=1)
-    shared = min(walk.shape[1], program.n_expert_used)
-    same = (router[:, :shared] >= 0).sum(axis=1)
-    rated = {"agreement": same / np.maximum(rows["router_k"], 1)}
-    if program.scores and program.n_slots != program.n_expert_used:
-        rated |= {
-            name: _lost(rows[column], router, walk)
-            for name, column in (("mass_displaced", "mass"), ("score_regret", "regret"))
-        }
-    for phase in (0, 1):
-        mine = rows["counted"] & (rows["decode"] == phase)
-        counters[phase, COUNTERS.index("slots")] += n_slots[mine].sum()
-        for name, values in rated.items():
-            at = SUMS.index(name)
-            # Row after row, as the other scan adds them up.
-            column = np.repeat(values[mine][:, None], sums.shape[2], axis=1)
-            sums[phase, at] = np.add.accumulate(np.concatenate([sums[phase, at][None], column]))[-1]
-    return {"counters": counters, "sums": sums}
-
-
-def unit_of(sizes: NDArray[np.int64]) -> int:
-    """Bytes that all entry sizes are multiples of."""
-    return int(np.gcd.reduce(sizes))
-
-
-def budget_units(budgets: Sequence[ResolvedBudget], sizes: NDArray[np.int64]) -> NDArray[np.int32]:
-    """int32 `[caches, lanes]`: what each cache may hold, in units; without a cache more than there is."""
-    limits = [b.layer_bytes if b.per_layer else [b.total_bytes] for b in budgets]
-    budget = np.minimum(np.array(limits, np.int64).T // unit_of(sizes), _LARGEST).astype(np.int32)
-    return np.where(np.array([b.off for b in budgets]), np.int32(_LARGEST), budget)
-
-
-def can_count(sizes: NDArray[np.int64], n_expert: int) -> bool:
-    """Whether all experts' bytes, in their common unit, can be counted in int32."""
-    return int(sizes.sum()) // unit_of(sizes) * n_expert < _LARGEST
-
-
-def _lost(
-    share: NDArray[np.float64], router: NDArray[np.int32], walk: NDArray[np.int32]
-) -> NDArray[np.float64]:
-    """float64 `[rows]`: what the router's experts hold and those that run do not, slot by slot."""
-    lost = np.zeros(len(share))
-    rows = np.arange(len(share))
-    for slot in range(max(router.shape[1], walk.shape[1])):
-        of = [
-            np.where(ids[:, slot] >= 0, share[rows, np.maximum(ids[:, slot], 0)], 0.0)
-            if slot < ids.shape[1]
-            else np.zeros(len(share))
-            for ids in (router, walk)
-        ]
-        lost += of[0] - of[1]
-    return lost

@@ -38,12 +38,13 @@ from simlab.replay.keyed_walk import KeyedWalk
 from simlab.replay.lanes import lanes_of, padded_lanes
 from simlab.replay.ranked_walk import RankedWalk
 from simlab.replay.recency import is_recency
-from simlab.replay.recency_walk import RecencyWalk, can_count
+from simlab.replay.recency_walk import RecencyWalk
 from simlab.replay.shape import COUNTERS, NO_ROW, ProgramShape, Tree, code_key
 from simlab.replay.shared_order import shared_order
 from simlab.replay.shared_walk import SharedWalk
 from simlab.replay.tally import phase_numbers
 from simlab.replay.training import load_training, prepared
+from simlab.replay.units import can_count
 from simlab.routing import knob_values
 from simlab.trace.store import Trace, open_trace
 from simlab.types import Cell, CellNumbers, Route, Step

@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simlab.replay.columns import ColumnNeeds, TraceColumns, WeightSource
-from simlab.replay.recency_walk import budget_units, lane_independent, unit_of
 from simlab.replay.shape import COUNTERS, ProgramShape, Tree, first_counts
+from simlab.replay.tally import lane_independent
+from simlab.replay.units import budget_units, unit_of
 from simlab.routing import first_state, touch_state
 from simlab.scores import applied_weights
 from simlab.types import Access, ResolvedBudget

@@ -1,6 +1,9 @@
-"""Counting: what the steps of `recency.py` told, added up after the loop; and counters under their names."""
+"""Counting: what the steps of `recency.py` told, added up after the loop; what all lanes have alike; and counters under
+their names."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -75,6 +78,47 @@ def _in_order(totals: Array, parts: tuple[Array, ...], counted: Array) -> Array:
         return tuple(found)
 
     return jnp.stack(lax.fori_loop(0, len(counted) // _AT_ONCE, add, tuple(totals)))
+
+
+def lane_independent(program: ProgramShape, carry: Tree, rows: dict[str, NDArray[Any]]) -> Tree:
+    """Counters and sums with what rows add that no lane changes: slots, agreement, and a narrower k's loss."""
+    walk, router = rows["router"][:, : program.n_slots], rows["router"][:, : program.n_expert_used]
+    counters, sums = np.array(carry["counters"]), np.array(carry["sums"])
+    n_slots = (walk >= 0).sum(axis=1)
+    shared = min(walk.shape[1], program.n_expert_used)
+    same = (router[:, :shared] >= 0).sum(axis=1)
+    rated = {"agreement": same / np.maximum(rows["router_k"], 1)}
+    if program.scores and program.n_slots != program.n_expert_used:
+        rated |= {
+            name: _lost(rows[column], router, walk)
+            for name, column in (("mass_displaced", "mass"), ("score_regret", "regret"))
+        }
+    for phase in (0, 1):
+        mine = rows["counted"] & (rows["decode"] == phase)
+        counters[phase, COUNTERS.index("slots")] += n_slots[mine].sum()
+        for name, values in rated.items():
+            at = SUMS.index(name)
+            # Row after row, as the other scan adds them up.
+            column = np.repeat(values[mine][:, None], sums.shape[2], axis=1)
+            sums[phase, at] = np.add.accumulate(np.concatenate([sums[phase, at][None], column]))[-1]
+    return {"counters": counters, "sums": sums}
+
+
+def _lost(
+    share: NDArray[np.float64], router: NDArray[np.int32], walk: NDArray[np.int32]
+) -> NDArray[np.float64]:
+    """float64 `[rows]`: what the router's experts hold and those that run do not, slot by slot."""
+    lost = np.zeros(len(share))
+    rows = np.arange(len(share))
+    for slot in range(max(router.shape[1], walk.shape[1])):
+        of = [
+            np.where(ids[:, slot] >= 0, share[rows, np.maximum(ids[:, slot], 0)], 0.0)
+            if slot < ids.shape[1]
+            else np.zeros(len(share))
+            for ids in (router, walk)
+        ]
+        lost += of[0] - of[1]
+    return lost
 
 
 def phase_numbers(
