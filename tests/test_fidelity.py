@@ -17,7 +17,7 @@ from simlab.judge.fidelity.errors import COUNTED, Counts, counts_of_recording, c
 from simlab.judge.fidelity.trace_set import STEPS, Place, open_set
 from simlab.judge.measure import measure
 from simlab.judge.quality.features import features_of
-from simlab.judge.quality.law import QualityModel, recorded_cell
+from simlab.judge.quality.law import QualityModel, losses_of, recorded_cell
 from simlab.judge.stats import block_bootstrap_mean, block_bootstrap_of
 from simlab.replay.run import replay
 from simlab.trace.blend import ENGINE, blend, check_same_events
@@ -267,9 +267,23 @@ def test_the_fidelity_command_sets_replays_beside_live_runs(kept, capsys):
 def test_what_the_model_writes_is_set_beside_the_replay_of_what_it_wrote(kept, capsys):
     folder, texts = kept
     words = ["fidelity", "--text", texts[0], "--tokens", "96", "--budget", "2cycles", "--margin", "0,.2", "--buffered",
-             "--free", "--keep", str(folder / "runs"), "--json"]  # fmt: skip
+             "--free", "--again", "--keep", str(folder / "runs"), "--json"]  # fmt: skip
     assert main(words) == 0
     rows = json.loads(capsys.readouterr().out)
+    again = {
+        r["margin"]: r for r in rows if r["compared"] == "L2-L2" and r["text"] is None and r["part"] == "all"
+    }
+    # The second live run is of the same tokens but the first, so it is another run, and nearly the same one.
+    first, second = (
+        open_trace(next((folder / "runs" / "text-b").glob(f"2cycles_substitute-L=0_lru_global{how}.trace")))
+        for how in ("", "_again")
+    )
+    assert first.header.text_hash != second.header.text_hash
+    assert losses_of(first)["next_token"].equals(losses_of(second)["next_token"])
+    losses, others = (losses_of(t)["nll"].to_numpy() for t in (first, second))
+    assert not np.array_equal(losses, others)
+    assert np.median(np.abs(losses - others)) < 0.1
+    assert all(abs(again[m]["miss_rate_points"]["error"]) < 5 for m in (0.0, 0.2))
     free = {
         r["margin"]: r for r in rows if r["compared"] == "L1-L3" and r["text"] is None and r["part"] == "all"
     }

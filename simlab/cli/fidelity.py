@@ -60,6 +60,11 @@ def add_commands(commands: Any) -> None:
     )
     parser.add_argument("--free", action="store_true", help="also let the model write by itself (L3)")
     parser.add_argument(
+        "--again",
+        action="store_true",
+        help="also run every cell live a second time, another token first, to tell how far apart chance puts two runs",
+    )
+    parser.add_argument(
         "--speed",
         type=whole_number(1),
         metavar="N",
@@ -184,7 +189,7 @@ def _fidelity(args: argparse.Namespace) -> None:
         texts = read_texts(engines, args.text, args.tokens, args.stretches)
         warn_about_cells([*cells, *recorded], engines.get().header())
         progress = stack.enter_context(Progress("fidelity"))
-        plan = Plan(texts, cells, recorded, args.free, args.train)
+        plan = Plan(texts, cells, recorded, args.free, args.again, args.train)
         store = RunStore(folder, engines)
         rows = run(plan, store, progress)
         of_speed = []

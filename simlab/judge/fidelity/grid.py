@@ -28,8 +28,9 @@ from simlab.judge.scores.scoring import Tick
 from simlab.trace.store import Trace
 from simlab.types import Cell
 
-REPLAY, SET, FREE = "L1-L2", "set-L2", "L1-L3"
-"""What is compared: a replay of one recording or of a set with forced tokens, and with what the model writes freely."""
+REPLAY, SET, FREE, AGAIN = "L1-L2", "set-L2", "L1-L3", "L2-L2"
+"""What is compared: a replay of one recording or of a set with forced tokens, one with what the model writes freely,
+and a second live run with the first."""
 WHOLE = "all"
 
 
@@ -38,7 +39,7 @@ class FidelityRow:
     """The errors of one cell."""
 
     compared: str
-    """`REPLAY`, `SET` or `FREE`."""
+    """`REPLAY`, `SET`, `FREE` or `AGAIN`."""
     cell: Cell
     budget_cycles: float
     text: str | None
@@ -58,6 +59,8 @@ class Plan:
     """Cells recorded beside the original routing, which the set takes its scores from; none: no set."""
     free: bool = False
     """Whether the model also writes by itself (L3)."""
+    again: bool = False
+    """Whether every cell is also run live a second time, to say how far two such runs are apart by chance."""
     train: str | None = None
     """What policies learn from, live and in replays, as `--train` takes it."""
 
@@ -70,7 +73,7 @@ def run(plan: Plan, store: RunStore, progress: Tick | None = None) -> list[Fidel
     """
     # A replay takes about a quarter of the time of a live run.
     n_replayed = len(plan.cells) * (1 + bool(plan.recorded) + plan.free) / 4
-    n_parts = len(plan.cells) * (2 if plan.free else 1) + len(plan.recorded) + 1 + n_replayed
+    n_parts = len(plan.cells) * (1 + plan.free + plan.again) + len(plan.recorded) + 1 + n_replayed
     done = 0.0
 
     def next_part(n: float) -> Tick:
@@ -102,6 +105,10 @@ def run(plan: Plan, store: RunStore, progress: Tick | None = None) -> list[Fidel
         rest = [i for i, cell in enumerate(plan.cells) if cell not in plan.recorded]
         replays = _set_replays(bases, recorded, [plan.cells[i] for i in rest], plan.train, next_part(quarter))
         rows += _compare(SET, plan, rest, replays, [forced[i] for i in rest], bases[0])
+    if plan.again:
+        second = store.record_again(plan.texts, plan.cells, next_part(len(plan.cells)))
+        counts = [[counts_of_recording(trace) for trace in of_cell] for of_cell in second]
+        rows += _compare(AGAIN, plan, range(len(plan.cells)), counts, forced, bases[0])
     if plan.free:
         free = store.generate(plan.texts, [original, *plan.cells], next_part(len(plan.cells)))
         written = [[counts_of_recording(trace) for trace in of_cell] for of_cell in free[1:]]

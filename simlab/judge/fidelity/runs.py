@@ -77,11 +77,22 @@ class RunStore:
             InputError: the folder holds another recording under a name that is wanted.
         """
 
-        def run(text: Text, cell: Cell, out: Path, tick: Tick) -> None:
-            engine = self.engines.for_cell(cell)
-            engine.record_text(text.tokens, cell, out, text=engine.detokenize(text.tokens), progress=tick)
+        return self._run(texts, cells, self._record_text, progress)
 
-        return self._run(texts, cells, run, progress)
+    def record_again(
+        self, texts: Sequence[Text], cells: Sequence[Cell], progress: Tick | None = None
+    ) -> list[list[Trace]]:
+        """As `record`, a second time with another token first, which nothing is counted of.
+
+        What the later tokens have in common with the first run is all that matters of them, so how far two such runs
+        are apart is chance, and no replay can be told to be closer than that to one of them.
+        """
+        changed = [text._replace(tokens=[_another(text.tokens), *text.tokens[1:]]) for text in texts]
+        return self._run(changed, cells, self._record_text, progress, "again")
+
+    def _record_text(self, text: Text, cell: Cell, out: Path, tick: Tick) -> None:
+        engine = self.engines.for_cell(cell)
+        engine.record_text(text.tokens, cell, out, text=engine.detokenize(text.tokens), progress=tick)
 
     def generate(
         self, texts: Sequence[Text], cells: Sequence[Cell], progress: Tick | None = None
@@ -158,3 +169,8 @@ class RunStore:
                 f"{path}: is of another run ({', '.join(differing)} differ); name another folder with --keep"
             )
         return True
+
+
+def _another(tokens: Sequence[int]) -> int:
+    """The first token of a text that is not its first; of a text of one token over and over that token."""
+    return next((token for token in tokens if token != tokens[0]), tokens[0])

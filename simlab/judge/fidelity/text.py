@@ -15,8 +15,8 @@ from simlab.judge.fidelity.speed import SpeedRow
 LEGEND = (
     "L1: a replay of the text's recording under the original routing, simulated. L2: live, the same tokens forced.\n"
     "L3: live, the model writes; the replay beside it is of what it wrote under the original routing. set: a replay\n"
-    "on scores from between recordings (--recorded). Errors are replay minus live, decode only, with 95 % intervals\n"
-    "over blocks of 32 tokens."
+    "on scores from between recordings (--recorded). L2-L2: a second live run in the replay's place (--again), which\n"
+    "says what chance does. Errors are replay minus live, decode only, with 95 % intervals over blocks of 32 tokens."
 )
 _KINDS: dict[str, Callable[[FidelityRow], bool]] = {
     "text": lambda row: row.text is not None,
