@@ -153,11 +153,9 @@ def _(LIVE_LABEL, REPLAY_LABEL, changes, chosen, explore, here, live, mo):
         mo.stat(f"{changed} %", "Slots substituted", changed_interval),
         mo.stat(f"{100 * chosen.decode.mass_displaced:.2f} %", "Router mass displaced", REPLAY_LABEL),
     ]
-    if priced and priced[0].live.ppl_ratio is not None:
+    if priced and "ppl_ratio" in priced[0].live.intervals:
         ppl = priced[0].live
-        more, low, high = (
-            100 * (ratio - 1) for ratio in (ppl.ppl_ratio, ppl.ppl_ratio_low, ppl.ppl_ratio_high)
-        )
+        more, low, high = (100 * (ratio - 1) for ratio in (ppl.ppl_ratio, *ppl.intervals["ppl_ratio"]))
         tiles.append(
             mo.stat(
                 f"{more:+.1f} %", "Perplexity against L = 0", f"{LIVE_LABEL}, 95 %: {low:+.1f} to {high:+.1f}"

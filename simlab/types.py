@@ -473,21 +473,15 @@ class CellNumbers:
     decode: PhaseNumbers
     all: PhaseNumbers
     tok_s: float | None = None
-    tok_s_low: float | None = None
-    tok_s_high: float | None = None
-    """Of the 95 % interval, as of all `low` and `high` here: a block bootstrap over the decoded tokens."""
     wall_ms_per_token: float | None = None
     read_wait_ms_per_token: float | None = None
     ppl: float | None = None
-    ppl_low: float | None = None
-    ppl_high: float | None = None
     nll: float | None = None
     ppl_ratio: float | None = None
     """Perplexity over that of the first cell it was run beside, token by token."""
-    ppl_ratio_low: float | None = None
-    ppl_ratio_high: float | None = None
     intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Of decode means, and of `read_mib_saved` beside the router's own routing (`simlab.judge.against`)."""
+    """95 % (low, high), block bootstraps over the decoded tokens: of the fields above by their names, of decode means
+    (those of `simlab.judge.against.intervals_of`), and of `read_mib_saved` beside the router's own routing."""
     note: str | None = None
     """What a reader has to know to take these numbers for what they are."""
 

@@ -83,4 +83,5 @@ def blanked(trace: Trace, out: Path) -> Trace:
 
 def with_interval(numbers: CellNumbers, name: str) -> list[float]:
     """Low end, value and high end of a live number."""
-    return [getattr(numbers, n) for n in (f"{name}_low", name, f"{name}_high")]
+    low, high = numbers.intervals[name]
+    return [low, getattr(numbers, name), high]

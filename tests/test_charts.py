@@ -31,7 +31,7 @@ from simlab.charts.sweeps import (
     sweep_charts,
     tradeoff_chart,
 )
-from simlab.charts.theme import CONFIG, GREY, MOST_ROWS, RAMP, data, in_notebook, ramp, themed, thinned
+from simlab.charts.theme import CONFIG, GREY, MOST_ROWS, RAMP, alt, data, in_notebook, ramp, themed, thinned
 from simlab.charts.times import (
     Speed,
     read_latency_chart,
@@ -110,6 +110,17 @@ def test_lines_of_budgets_are_named_by_what_differs() -> None:
     assert series_labels(one, "budget") == ["original routing, lru"] * 2
 
 
+def test_names_at_the_ends_of_lines_stand_right_of_their_own_plot() -> None:
+    both = themed(alt.hconcat(margin_chart(SWEEP), margin_chart(SWEEP))).to_dict()
+    groups = [m for m in vl_convert.vegalite_to_vega(both)["marks"] if m["type"] == "group"]
+    assert len(groups) == 2
+    for group in groups:
+        (names,) = (m["encode"]["update"] for m in group["marks"] if m["type"] == "text")
+        # The width of the group it stands in, not that of both.
+        assert names["x"] == {"field": {"group": "width"}}
+        assert names["dx"]["value"] > 0
+
+
 def test_a_margin_is_marked_and_can_be_picked() -> None:
     spec = margin_chart(SWEEP, chosen=0.15, pick="picked").to_dict()
     assert [p["name"] for p in spec["params"]] == ["picked"]
@@ -135,12 +146,12 @@ def test_the_front_is_what_nobody_beats(found: list[tuple[int, int]]) -> None:
 def test_speed_against_quality_says_who_is_beaten() -> None:
     known = ((2.366, 4.2352), (3.84, 4.4024), (5.1, 5.36))
     runs = [dataclasses.replace(n, tok_s=speed, ppl=ppl) for n, (speed, ppl) in zip(LIVE, known, strict=True)]
-    slow = dataclasses.replace(LIVE[1], tok_s=1.0, ppl=5.0, tok_s_low=0.9, tok_s_high=1.1)
+    slow = dataclasses.replace(LIVE[1], tok_s=1.0, ppl=5.0, intervals={"tok_s": (0.9, 1.1)})
     found = rows(pareto_chart([*runs, slow, SWEEP[0]]))
     beaten = {r["tok_s"]: r["best"] for r in found}
     assert set(beaten) == {2.366, 3.84, 5.1, 1.0}  # a replay has neither
     assert {speed for speed, word in beaten.items() if word == "beaten in both"} == {1.0}
-    assert any(r["tok_s_low"] == 0.9 for r in found)
+    assert any(r["slow"] == 0.9 for r in found)
 
 
 def test_replay_beside_live_has_the_intervals_it_is_given() -> None:
@@ -156,7 +167,7 @@ def test_prices_are_paired_where_all_are() -> None:
     pairs = [
         Comparison(
             r,
-            dataclasses.replace(m, ppl_ratio=ratio, ppl_ratio_low=ratio - 0.01, ppl_ratio_high=ratio + 0.01),
+            dataclasses.replace(m, ppl_ratio=ratio, intervals={"ppl_ratio": (ratio - 0.01, ratio + 0.01)}),
         )
         for r, m, ratio in zip(SWEEP, LIVE, (1.0, 1.04, 1.3), strict=False)
     ]

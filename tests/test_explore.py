@@ -99,7 +99,10 @@ def test_shipped_perplexities_belong_to_replays_of_today() -> None:
     path = TRACES / "original.validate.json"
     live = explore.measured_cells(path)
     assert [n.cell.margin for n in live] == [0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.45, 0.6]
-    assert all(n.ppl_low < n.ppl < n.ppl_high for n in live if n.ppl and n.ppl_low and n.ppl_high)
+    for n in live:
+        low, high = n.intervals["ppl"]
+        assert n.ppl is not None
+        assert low < n.ppl < high
     numbers = explore.margin_sweep(open_trace(TRACES / "original.trace"), 2, explore.MARGINS, "lru", "global")
     assert len(numbers) == 3 * len(explore.MARGINS)
     here = explore.at_budget(numbers, 2)

@@ -189,7 +189,7 @@ def test_validate_runs_the_same_graphs_and_agrees_where_nothing_drifts(engine, t
         assert ratio[1] == pytest.approx(ppl[1] / with_interval(compared[0].live, "ppl")[1])
         assert ratio[0] <= ratio[1] <= ratio[2]
     baseline, margin = compared[0].live, compared[1].live
-    assert baseline.ppl_ratio_low == baseline.ppl_ratio_high == 1
+    assert baseline.intervals["ppl_ratio"] == (1, 1)
     assert margin.decode.substituted > 0
     assert baseline.nll == compared[2].live.nll, "the budget alone changes no logit"
 

@@ -95,18 +95,17 @@ LIVE = [
         substituted=251,
         mass=0.0173,
         tok_s=3.84,
-        tok_s_low=3.7,
-        tok_s_high=4.0,
         ppl=4.4024,
-        ppl_low=4.1,
-        ppl_high=4.7,
         ppl_ratio=1.0395,
-        ppl_ratio_low=1.02,
-        ppl_ratio_high=1.059,
         intervals={
             "hit_rate": (0.54, 0.58),
             "read_mib_per_token": (3.6, 4.02),
             "read_mib_saved": (2.3, 2.58),
+            "dropped": (0.0, 0.0),
+            "mass_displaced": (0.0161, 0.0186),
+            "tok_s": (3.7, 4.0),
+            "ppl": (4.1, 4.7),
+            "ppl_ratio": (1.02, 1.059),
         },
     ),
     numbers(WIDE, 0.785, 1.53, substituted=473, mass=0.0636, ppl=5.36),
@@ -218,7 +217,7 @@ def test_replay_stands_beside_live_with_their_labels_and_dashes(page: Page) -> N
         DASH, DASH, DASH,
     ]  # fmt: skip
     assert rows[3] == [
-        "live (measured)", "56.154.0 to 58.0", "3.813.60 to 4.02", "25.1", "0.0", "1.73", "3.843.7 to 4",
+        "live (measured)", "56.154.0 to 58.0", "3.813.60 to 4.02", "25.1", "0.0", "1.731.61 to 1.86", "3.843.7 to 4",
         "4.4024.1 to 4.7", "1.03951.0200 to 1.0590",
     ]  # fmt: skip
     assert rows[5][6:] == [DASH, "5.360", DASH]
@@ -235,7 +234,8 @@ def test_the_page_says_what_was_run_and_how_to_repeat_it(page: Page) -> None:
 
 
 def test_the_charts_carry_the_points(page: Page) -> None:
-    assert set(page.specs) == {"margin", "budget", "tradeoff", "comparison"}
+    assert set(page.specs) == {"margin", "budget", "tradeoff", "comparison", "pareto"}
+    assert {p["tok_s"] for p in points(page.specs["pareto"])} == {2.366, 3.84}
     margin = points(page.specs["margin"])
     assert {(p["margin"], round(p["miss"], 3)) for p in margin if p["budget"] == "2 cycles (8 MiB)"} == {
         (0.0, 65.9), (0.15, 43.3), (0.3, 21.1)

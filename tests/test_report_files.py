@@ -87,10 +87,13 @@ def files(
 
 
 def test_a_recording_and_its_replay_have_one_series(replays: list[Any]) -> None:
-    recorded, replayed = recorded_series(open_trace(ORIGINAL)), replays[0][1]
-    for name in ("turn", "lookups", "hits", "read_mib", "substituted", "slots"):
-        np.testing.assert_array_equal(getattr(recorded, name), getattr(replayed, name), err_msg=name)
-    assert np.isnan(recorded.mass).all()
+    margin = replayed_series(open_trace(MARGIN), CELLS)
+    for path, (_, replayed) in ((ORIGINAL, replays[0]), (MARGIN, margin[1])):
+        recorded = recorded_series(open_trace(path))
+        for name in DecodeSeries._fields:
+            found, expected = getattr(recorded, name), getattr(replayed, name)
+            np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-15, err_msg=name)
+    assert recorded.mass.sum() > 0
 
 
 def test_series_add_up_to_the_cell(replays: list[Any]) -> None:
@@ -165,7 +168,7 @@ def test_live_cells_keep_their_intervals(files: dict[str, str], lives: list[Cell
     path = Path(files["live.json"])
     found = numbers_of(path, read_cells_table(path))
     assert [n.intervals for n in found[1::2]] == [dict(n.intervals) for n in lives]
-    assert [n.ppl_low for n in found[1::2]] == [n.ppl_low for n in lives]
+    assert {"ppl", "tok_s", "hit_rate", "dropped", "mass_displaced"} <= set(lives[1].intervals)
 
 
 def test_a_users_policy_is_shown_and_not_replayed(files: dict[str, str], tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from simlab.charts.theme import (
     finished,
     layered,
 )
-from simlab.charts.words import REPLAY_LABEL
+from simlab.charts.words import REPLAY_LABEL, model_name
 from simlab.judge.misses.explain import Explanation
 from simlab.judge.misses.explain_text import subtitle
 from simlab.replay.curve import cliff_foot
@@ -49,7 +49,7 @@ def curve_chart(curve: pl.DataFrame, header: TraceHeader, scope: Scope) -> alt.H
         _steps(rows, field, title, foot).properties(width=WIDTH, height=HEIGHT)
         for field, title in (("hit", _HIT_TITLE), ("read", READ_TITLE))
     ]
-    title = alt.Title(f"LRU at every budget, {header.model}", subtitle=where)
+    title = alt.Title(f"LRU at every budget, {model_name(header.model)}", subtitle=where)
     return alt.hconcat(*panels, spacing=32).properties(title=title)
 
 

@@ -13,6 +13,7 @@ from simlab.charts.words import (
     budget_label,
     percent,
     policy_label,
+    prices,
     route_label,
     substituted_percent,
 )
@@ -94,32 +95,38 @@ def _square(title: str, rows: Sequence[dict[str, Any]]) -> alt.LayerChart:
 
 
 def pareto_chart(numbers: Sequence[CellNumbers]) -> alt.LayerChart:
-    """Tokens/s against perplexity of live runs; the line joins those that no other beats in both.
+    """Tokens/s against perplexity (`prices`) of live runs; the line joins those that no other beats in both.
 
     Runs without either number are left out.
     """
-    known = [n for n in numbers if n.source == "live" and n.tok_s is not None and n.ppl is not None]
-    front = set(pareto_front([(n.tok_s or 0.0, n.ppl or 0.0) for n in known]))
-    rows = [
-        {
-            "cell": policy_label(n.cell),
-            "budget": budget_label(n),
-            "name": f"{route_label(n.cell)}, {budget_label(n)}",
-            "tok_s": n.tok_s,
-            "ppl": n.ppl,
-            "tok_s_low": n.tok_s_low,
-            "tok_s_high": n.tok_s_high,
-            "ppl_low": n.ppl_low,
-            "ppl_high": n.ppl_high,
-            "wait": n.read_wait_ms_per_token,
-            "best": "no run beats it in both" if i in front else "beaten in both",
-        }
-        for i, n in enumerate(known)
-    ]
-    rows = thinned(sorted(rows, key=lambda r: (r["ppl"], -r["tok_s"])))
+    known = measured_both(numbers)
+    title, costs = prices(known)
+    front = set(
+        pareto_front([(n.tok_s or 0.0, cost[0] or 0.0) for n, cost in zip(known, costs, strict=True)])
+    )
+    rows = []
+    for i, (n, (price, low, high)) in enumerate(zip(known, costs, strict=True)):
+        slow, fast = n.intervals.get("tok_s", (None, None))
+        rows.append(
+            {
+                "cell": policy_label(n.cell),
+                "budget": budget_label(n),
+                "name": f"{route_label(n.cell)}, {budget_label(n)}",
+                "tok_s": n.tok_s,
+                "slow": slow,
+                "fast": fast,
+                "price": price,
+                "low": low,
+                "high": high,
+                "ppl": n.ppl,
+                "wait": n.read_wait_ms_per_token,
+                "best": "no run beats it in both" if i in front else "beaten in both",
+            }
+        )
+    rows = thinned(sorted(rows, key=lambda r: (r["price"], -r["tok_s"])))
     best = [r for r in rows if r["best"].startswith("no")]
-    x = alt.X("ppl:Q").title("Perplexity, live (measured); lower is better").scale(zero=False, padding=16)
-    y = alt.Y("tok_s:Q").title("Tokens per second, live (measured)").scale(zero=True)
+    x = alt.X("price:Q").title(f"{title}; lower is better").scale(zero=False, padding=16)
+    y = alt.Y("tok_s:Q").title("Tokens per second").scale(zero=True)
     colour = (
         alt.Color("best:N")
         .scale(domain=["no run beats it in both", "beaten in both"], range=[GREEN, ORANGE])
@@ -129,11 +136,12 @@ def pareto_chart(numbers: Sequence[CellNumbers]) -> alt.LayerChart:
         alt.Tooltip("cell:N", title="Policy"),
         alt.Tooltip("budget:N", title="Budget"),
         alt.Tooltip("tok_s:Q", title="Tokens per second", format=".4~r"),
-        alt.Tooltip("tok_s_low:Q", title="95 % interval from", format=".4~r"),
-        alt.Tooltip("tok_s_high:Q", title="to", format=".4~r"),
+        alt.Tooltip("slow:Q", title="95 % interval from", format=".4~r"),
+        alt.Tooltip("fast:Q", title="to", format=".4~r"),
         alt.Tooltip("ppl:Q", title="Perplexity", format=".3f"),
-        alt.Tooltip("ppl_low:Q", title="95 % interval from", format=".3f"),
-        alt.Tooltip("ppl_high:Q", title="to", format=".3f"),
+        alt.Tooltip("price:Q", title=title, format=".3~r"),
+        alt.Tooltip("low:Q", title="95 % interval from", format=".3~r"),
+        alt.Tooltip("high:Q", title="to", format=".3~r"),
         alt.Tooltip("wait:Q", title="Read wait (ms per token)", format=".3~r"),
     ]
     line = alt.Chart(data(best)).mark_line(
@@ -143,12 +151,12 @@ def pareto_chart(numbers: Sequence[CellNumbers]) -> alt.LayerChart:
         alt.Chart(data(rows)).mark_circle(size=70, opacity=1).encode(x=x, y=y, color=colour, tooltip=tooltip)
     )
     spans = [
-        alt.Chart(data([r for r in rows if r[f"{name}_low"] is not None]))
+        alt.Chart(data([r for r in rows if r[end] is not None]))
         .mark_rule(opacity=0.45, strokeWidth=1.5)
         .encode(color=colour, **place)
-        for name, place in (
-            ("tok_s", {"x": x, "y": alt.Y("tok_s_low:Q"), "y2": alt.Y2("tok_s_high:Q")}),
-            ("ppl", {"x": alt.X("ppl_low:Q"), "x2": alt.X2("ppl_high:Q"), "y": y}),
+        for end, place in (
+            ("slow", {"x": x, "y": alt.Y("slow:Q"), "y2": alt.Y2("fast:Q")}),
+            ("low", {"x": alt.X("low:Q"), "x2": alt.X2("high:Q"), "y": y}),
         )
     ]
     names = (
@@ -161,6 +169,11 @@ def pareto_chart(numbers: Sequence[CellNumbers]) -> alt.LayerChart:
         "Speed against quality",
         f"{LIVE_LABEL}, bars: 95 % intervals; up and left is better",
     )
+
+
+def measured_both(numbers: Sequence[CellNumbers]) -> list[CellNumbers]:
+    """The live runs whose speed and perplexity are known."""
+    return [n for n in numbers if n.source == "live" and n.tok_s is not None and n.ppl is not None]
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:

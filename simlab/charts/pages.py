@@ -21,7 +21,7 @@ from simlab.charts.anatomy import curve_chart, explain_chart, layer_chart, reuse
 from simlab.charts.grids import grid_chart
 from simlab.charts.sweeps import sweep_charts
 from simlab.charts.theme import MISS_TITLE, AnyChart, themed
-from simlab.charts.words import REPLAY_LABEL, size_text, source_label
+from simlab.charts.words import REPLAY_LABEL, model_name, size_text, source_label
 from simlab.cli.output import json_value
 from simlab.errors import RunError
 from simlab.judge.misses.explain import Explanation
@@ -79,7 +79,7 @@ CAPTIONS = {
     "layers": "Decode only, layer by layer.",
     "reuse": "Decode only. What lies beyond the budget is missed, whatever LRU does.",
     "grid": "Decode only. A dark column is text that uses other experts, a dark row a layer that changes often.",
-    "pareto": "Only live runs know speed and perplexity.",
+    "pareto": "Only live runs know speed and perplexity. These were traced, which costs time: a hint, no benchmark.",
 }
 
 
@@ -92,7 +92,7 @@ def write_sweep_page(path: Path, numbers: Sequence[CellNumbers], trace: Trace) -
     header = trace.header
     charts = sweep_charts(numbers)
     about = (
-        f"{header.model}: {len(header.moe_layers)} MoE layers of {header.n_expert} experts, "
+        f"{model_name(header.model)}: {len(header.moe_layers)} MoE layers of {header.n_expert} experts, "
         f"{header.n_expert_used} per token. Every number on this page is {source_label(numbers)}."
     )
     places = "".join(figure(name, CAPTIONS[name]) for name in charts) or (
@@ -100,7 +100,7 @@ def write_sweep_page(path: Path, numbers: Sequence[CellNumbers], trace: Trace) -
         "mass from: nothing to draw.</p>"
     )
     body = f'<h1>Sweep</h1><p class="lead">{html.escape(about)}</p><div class="figures">{places}</div>'
-    path.write_text(page(f"simlab sweep: {header.model}", body, charts), "utf-8")
+    path.write_text(page(f"simlab sweep: {model_name(header.model)}", body, charts), "utf-8")
 
 
 def write_curve_page(path: Path, curve: pl.DataFrame, trace: Trace, scope: Scope) -> None:
@@ -111,7 +111,7 @@ def write_curve_page(path: Path, curve: pl.DataFrame, trace: Trace, scope: Scope
     """
     header = trace.header
     about = (
-        f"{header.model}: {len(header.moe_layers)} MoE layers of {header.n_expert} experts, "
+        f"{model_name(header.model)}: {len(header.moe_layers)} MoE layers of {header.n_expert} experts, "
         f"{header.n_expert_used} per token; one token cycle is {size_text(header.cycle_bytes() / MIB)} MiB "
         f"(dashed). Every number on this page is {REPLAY_LABEL}, and exact for every budget."
     )
@@ -120,7 +120,7 @@ def write_curve_page(path: Path, curve: pl.DataFrame, trace: Trace, scope: Scope
         f'<h1>LRU curve</h1><p class="lead">{html.escape(about)}</p>'
         + figure("curve", "An LRU cache at every size, decode; the first steps are a budget of a few bytes.")
     )  # fmt: skip
-    path.write_text(page(f"simlab curve: {header.model}", body, charts), "utf-8")
+    path.write_text(page(f"simlab curve: {model_name(header.model)}", body, charts), "utf-8")
 
 
 def write_explain_page(path: Path, explanation: Explanation) -> None:
@@ -132,7 +132,7 @@ def write_explain_page(path: Path, explanation: Explanation) -> None:
     e = explanation
     because = "".join(f"<span>{html.escape(line)}</span>" for line in e.verdict.because)
     body = [
-        f"<h1>{html.escape(e.header.model)}</h1>",
+        f"<h1>{html.escape(model_name(e.header.model))}</h1>",
         f'<p class="lead">{html.escape(subtitle(e))}. Every cache figure is {REPLAY_LABEL}.</p>',
         f'<p class="verdict"><strong>{html.escape(e.verdict.sentence)}</strong>{because}</p>',
     ]
@@ -148,7 +148,7 @@ def write_explain_page(path: Path, explanation: Explanation) -> None:
         more = "".join(figure(name, CAPTIONS[name]) for name in ("layers", "reuse", "grid"))
         body.append(f'<div class="figures">{more}</div>')
     body += [_html(section) for section in sections(e)]
-    path.write_text(page(f"simlab explain: {e.header.model}", "\n".join(body), charts), "utf-8")
+    path.write_text(page(f"simlab explain: {model_name(e.header.model)}", "\n".join(body), charts), "utf-8")
 
 
 def _html(section: Section) -> str:

@@ -29,6 +29,7 @@ from simlab.charts.words import (
     margin_of,
     percent,
     policy_label,
+    prices,
     route_label,
     series_labels,
     source_label,
@@ -269,25 +270,18 @@ def tradeoff_chart(
 
 
 def price_chart(priced: Sequence[Comparison], *, chosen: float | None = None) -> alt.LayerChart:
-    """MiB read per decode token, simulated, against what live runs of the same cells measured of perplexity.
-
-    That is the increase over the first cell's (%), paired token by token, where all runs have it, else the
-    perplexity itself, whose interval is that of the text and much wider.
+    """MiB read per decode token, simulated, against what live runs of the same cells measured of perplexity (`prices`).
 
     Args:
         priced: cells of one budget, replayed, and run live with their perplexity known.
         chosen: a margin to mark.
     """
     known = [c for c in priced if c.live.ppl is not None and c.replay.decode.read_mib_per_token is not None]
-    paired = all(c.live.ppl_ratio is not None for c in known)
-    rows = []
-    for c in known:
-        live = c.live
-        ratios = live.ppl_ratio, live.ppl_ratio_low, live.ppl_ratio_high
-        ends = ratios if paired else (live.ppl, live.ppl_low, live.ppl_high)
-        price, low, high = (None if v is None else 100 * (v - 1) if paired else v for v in ends)
-        rows.append(_row(c.replay, "") | {"price": price, "low": low, "high": high, "ppl": live.ppl})
-    title = "Perplexity, increase over the first cell's (%)" if paired else "Perplexity"
+    title, costs = prices([c.live for c in known])
+    rows = [
+        _row(c.replay, "") | {"price": price, "low": low, "high": high, "ppl": c.live.ppl}
+        for c, (price, low, high) in zip(known, costs, strict=True)
+    ]
     x = alt.X("price:Q").title(title).scale(zero=False, padding=14)
     y = alt.Y("read:Q").title(READ_TITLE).scale(zero=True)
     tooltip = [

@@ -129,18 +129,14 @@ def end_labels(
     for end in ends:
         place = end["label_y"] = max(end[value], place + gap)
     chart = alt.Chart(data(ends))
-    leaders = chart.mark_rule(strokeWidth=1, strokeDash=[2, 2], opacity=0.8).encode(
-        x=x, y=y, x2=_right_of_plot(22), y2="label_y:Q", color=colour
+    # The word "width" is this plot's own; the signal of that name is that of all charts that are joined.
+    leaders = chart.mark_rule(strokeWidth=1, strokeDash=[2, 2], opacity=0.8, x2Offset=22).encode(
+        x=x, y=y, x2=alt.value("width"), y2="label_y:Q", color=colour
     )
-    names = chart.mark_text(align="left", baseline="middle").encode(
-        x=_right_of_plot(26), y="label_y:Q", text="series:N", color=colour
+    names = chart.mark_text(align="left", baseline="middle", dx=26).encode(
+        x=alt.value("width"), y="label_y:Q", text="series:N", color=colour
     )
     return leaders, names
-
-
-def _right_of_plot(pixels: int) -> Any:
-    """So many pixels to the right of a plot of whatever width."""
-    return alt.value(alt.expr(f"width + {pixels}"))
 
 
 def merge_close(

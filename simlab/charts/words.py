@@ -7,6 +7,7 @@ nothing but what a chart's axis shows, drawn as one line.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import PurePosixPath
 from typing import Literal
 
 from simlab.types import Cell, CellNumbers, PhaseNumbers, Step
@@ -43,6 +44,11 @@ def route_label(cell: Cell) -> str:
         title = {"drop_cold": "drop"}.get(name, name)
         words.append(" ".join([title, ", ".join(f"{k} = {v:g}" for k, v in shown.items())]).strip())
     return ", ".join(words) or "original routing"
+
+
+def model_name(model: str) -> str:
+    """A model's name without the folders before it: a phone's recording names it by the whole path there."""
+    return PurePosixPath(model).name
 
 
 def rate_text(value: float) -> str:
@@ -89,6 +95,26 @@ def policy_label(cell: Cell) -> str:
     """Routing and eviction in one line: `L = 0.15, lru`."""
     scope = ", per layer" if cell.scope == "per_layer" else ""
     return f"{route_label(cell)}, {cell.evict_spec}{scope}"
+
+
+def prices(runs: Sequence[CellNumbers]) -> tuple[str, list[tuple[float | None, float | None, float | None]]]:
+    """What live runs cost in perplexity, with the ends of its interval, and what that is.
+
+    The increase over the first cell's (%), paired token by token, where all runs have it; else the perplexity itself,
+    whose interval is that of the text and much wider.
+    """
+    paired = all(n.ppl_ratio is not None for n in runs)
+    name = "ppl_ratio" if paired else "ppl"
+    title = "Perplexity, increase over the first cell's (%)" if paired else "Perplexity"
+
+    def price(value: float | None) -> float | None:
+        return value if value is None or not paired else 100 * (value - 1)
+
+    found = []
+    for n in runs:
+        low, high = n.intervals.get(name, (None, None))
+        found.append((price(getattr(n, name)), price(low), price(high)))
+    return title, found
 
 
 def margin_of(cell: Cell) -> float | None:

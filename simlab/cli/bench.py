@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import importlib.util
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,20 @@ from simlab.cli.output import Progress, align, print_json
 from simlab.errors import InputError
 
 _AXES = ("cells", "experts", "tokens")
+_Measured = tuple[dict[str, Any], str]
+"""What was found, as plain JSON values and for reading."""
 
 
 def add_commands(commands: Any) -> None:
-    """Add the command and its one subject to the subparsers."""
-    parser = commands.add_parser("bench", help="measure the engine or the replayer on this machine")
-    subjects = parser.add_subparsers(title="what", metavar="WHAT", dest="what", required=True)
+    """Add the command and its two subjects to the subparsers."""
+    parser = commands.add_parser(
+        "bench",
+        help="measure the engine or the replayer on this machine",
+        description="Measure the replayer beside loops written by hand, and what the engine costs per routing event; "
+        "without a word both, as they are measured where no option is given.",
+    )
+    add_json(parser)
+    subjects = parser.add_subparsers(title="what (left out, both)", metavar="[replay|engine]", dest="what")
     engine = subjects.add_parser(
         "engine",
         help="the hook's cost per routing event, and each way of reading against serial",
@@ -36,7 +45,6 @@ def add_commands(commands: Any) -> None:
     )
     engine.add_argument("--lanes", type=whole_number(1, 8), default=4, metavar="N", help="reader lanes")
     engine.add_argument("--threads", type=whole_number(1), metavar="N", help="compute threads of the engine")
-    engine.set_defaults(run=_engine)
     replay = subjects.add_parser(
         "replay",
         help="the replayer beside loops written by hand, on identical work",
@@ -45,12 +53,25 @@ def add_commands(commands: Any) -> None:
         allow_abbrev=False,
     )
     _add_replay_options(replay)
-    replay.set_defaults(run=_replay)
-    for subject in (engine, replay):
-        add_json(subject)
+    measures = {replay: _replay, engine: _engine}
+    for subject, measure in measures.items():
+        subject.set_defaults(run=lambda args, measure=measure: _tell(args, [measure(args)]))
+        # Where nothing stands after the subject, what stands before it holds.
+        add_json(subject, default=argparse.SUPPRESS)
         subject.add_argument(
             "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of a failure"
         )
+    parser.set_defaults(
+        run=lambda args: _tell(args, [measure(one.parse_args([])) for one, measure in measures.items()])
+    )
+
+
+def _tell(args: argparse.Namespace, measured: Sequence[_Measured]) -> None:
+    """Print what one subject found, or both by their names."""
+    if args.json:
+        print_json(measured[0][0] if args.what else {"replay": measured[0][0], "engine": measured[1][0]})
+    else:
+        print("\n\n".join(text for _, text in measured))
 
 
 def _add_replay_options(parser: argparse.ArgumentParser) -> None:
@@ -103,7 +124,7 @@ def _add_replay_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _replay(args: argparse.Namespace) -> None:
+def _replay(args: argparse.Namespace) -> _Measured:
     if importlib.util.find_spec("numba") is None:
         raise InputError(
             "bench replay: compares with a loop compiled by numba, which is missing; pip install 'simlab[dev]'"
@@ -115,14 +136,10 @@ def _replay(args: argparse.Namespace) -> None:
     for name in ("history", "against"):
         if getattr(args, name) and not compares:
             raise InputError(f"--{name}: holds comparisons; leave out --scaling and --workload qwen")
-    found, text = (_compare if compares else _scaling if args.scaling else _qwen)(args, scratch)
-    if args.json:
-        print_json(found)
-    else:
-        print(text)
+    return (_compare if compares else _scaling if args.scaling else _qwen)(args, scratch)
 
 
-def _compare(args: argparse.Namespace, scratch: Path | None) -> tuple[dict[str, Any], str]:
+def _compare(args: argparse.Namespace, scratch: Path | None) -> _Measured:
     from simlab.bench import history, text
     from simlab.bench.long import SHORT_TOKENS, long_trace
     from simlab.bench.replay import bench_replay
@@ -160,7 +177,7 @@ def _compare(args: argparse.Namespace, scratch: Path | None) -> tuple[dict[str, 
     return found, "\n\n".join(told)
 
 
-def _scaling(args: argparse.Namespace, scratch: Path | None) -> tuple[dict[str, Any], str]:
+def _scaling(args: argparse.Namespace, scratch: Path | None) -> _Measured:
     from simlab.bench import text
     from simlab.bench.scaling import scaling
     from simlab.bench.workload import Workload
@@ -179,7 +196,7 @@ def _scaling(args: argparse.Namespace, scratch: Path | None) -> tuple[dict[str, 
     return {"scaling": found}, text.scaling(found)
 
 
-def _qwen(args: argparse.Namespace, _scratch: Path | None) -> tuple[dict[str, Any], str]:
+def _qwen(args: argparse.Namespace, _scratch: Path | None) -> _Measured:
     from simlab.bench import text
     from simlab.bench.command import command_sweep
 
@@ -190,7 +207,7 @@ def _qwen(args: argparse.Namespace, _scratch: Path | None) -> tuple[dict[str, An
     return found, text.command_sweep(found)
 
 
-def _engine(args: argparse.Namespace) -> None:
+def _engine(args: argparse.Namespace) -> _Measured:
     from simlab.judge.bench_engine import bench_engine
 
     model = Path(args.model) if args.model is not None else None
@@ -205,10 +222,7 @@ def _engine(args: argparse.Namespace) -> None:
             lanes=args.lanes,
             n_threads=args.threads,
         )
-    if args.json:
-        print_json(found)
-    else:
-        print(report(found))
+    return found, report(found)
 
 
 def _between(measured: dict[str, Any], form: str = ".1f") -> str:

@@ -192,9 +192,11 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
+def add_json(parser: argparse.ArgumentParser, default: Any = False) -> None:
     """`--json`: the answer as JSON on stdout and nothing else there."""
-    parser.add_argument("--json", action="store_true", help="print JSON, and nothing else, on stdout")
+    parser.add_argument(
+        "--json", action="store_true", default=default, help="print JSON, and nothing else, on stdout"
+    )
 
 
 def add_force(parser: argparse.ArgumentParser) -> None:

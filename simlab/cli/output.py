@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -10,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from simlab.cells import route_spec
 from simlab.errors import RunError
@@ -23,14 +24,16 @@ PHASES = ("decode", "all")
 KNOB_FIELDS = ("knobs", "evict_knobs")
 """Fields of a cell that hold several numbers by name."""
 LIVE_FIELDS = (
-    "tok_s", "tok_s_low", "tok_s_high", "wall_ms_per_token", "read_wait_ms_per_token",
-    "ppl", "ppl_low", "ppl_high", "nll", "ppl_ratio", "ppl_ratio_low", "ppl_ratio_high",
+    "tok_s", "wall_ms_per_token", "read_wait_ms_per_token", "ppl", "nll", "ppl_ratio",
 )  # fmt: skip
+INTERVALS = "intervals"
+"""The field of 95 % intervals, [low, high] by name; in the flat table JSON text, or null where there are none."""
 TABLE_LEGEND = (
     "Columns of the table, decode only: cycles = budget in token cycles; hit % of the expert lookups; MiB/token read;\n"
     "cold = first misses of an expert, capacity = the others; subst. %, dropped % of the routed slots;\n"
     "mass = router probability that this loses; agree = share of the router's own experts that ran;\n"
-    "ppl_ratio = perplexity over the first live cell's, token by token."
+    "ppl_ratio = perplexity over the first live cell's, token by token;\n"
+    "95 % = interval of the column before it, from blocks of decode tokens."
 )
 _SHOW_AFTER_S = 2.0
 _REDRAW_S = 0.25
@@ -74,7 +77,7 @@ def cell_to_json(numbers: CellNumbers) -> dict[str, Any]:
         "all": dataclasses.asdict(numbers.all),
     }
     rest = {name: getattr(numbers, name) for name in (*LIVE_FIELDS, "note")}
-    rest["intervals"] = dict(numbers.intervals) or None
+    rest[INTERVALS] = dict(numbers.intervals) or None
     return json_value(fields | {name: value for name, value in rest.items() if value is not None})
 
 
@@ -92,19 +95,21 @@ def cells_schema() -> dict[str, Any]:
     }  # fmt: skip
     for phase in PHASES:
         schema |= {f"{phase}_{f.name}": of(str(f.type)) for f in dataclasses.fields(PhaseNumbers)}
-    return schema | dict.fromkeys(LIVE_FIELDS, pl.Float64) | {"note": pl.String}
+    return schema | dict.fromkeys(LIVE_FIELDS, pl.Float64) | {"note": pl.String, INTERVALS: pl.String}
 
 
 def json_to_row(cell: Mapping[str, Any]) -> dict[str, Any]:
-    """A cell as `cell_to_json` has it, flat: phases by prefix, knobs as JSON text."""
+    """A cell as `cell_to_json` has it, flat: phases by prefix, knobs and intervals as JSON text."""
     row = {name: value for name, value in cell.items() if name not in PHASES}
     for phase in PHASES:
         row |= {f"{phase}_{name}": value for name, value in cell[phase].items()}
-    return row | {name: json.dumps(row[name]) for name in KNOB_FIELDS}
+    return row | {
+        name: json.dumps(row[name]) for name in (*KNOB_FIELDS, INTERVALS) if row.get(name) is not None
+    }
 
 
 def cells_to_frame(cells: Sequence[CellNumbers]) -> pl.DataFrame:
-    """Cells as a flat table, one row each, with prefixes `decode_` and `all_`; knobs are JSON text."""
+    """Cells as a flat table, one row each, with prefixes `decode_` and `all_`; knobs and intervals are JSON text."""
     import polars as pl
 
     schema = cells_schema()
@@ -124,56 +129,86 @@ def cells_from_frame(frame: pl.DataFrame, cells: Sequence[Cell]) -> list[CellNum
             cell=cell,
             decode=phase(row, "decode"),
             all=phase(row, "all"),
+            intervals={name: (low, high) for name, (low, high) in json.loads(row[INTERVALS] or "{}").items()},
             **{name: row[name] for name in alike},
         )
         for cell, row in zip(cells, frame.iter_rows(named=True), strict=True)
     ]
 
 
+class _Estimate(NamedTuple):
+    """A column of the table that may have an interval beside it."""
+
+    head: str
+    name: str
+    """Of its interval."""
+    form: str
+    scale: float
+    value: Callable[[CellNumbers], float | None]
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+_READS = (
+    _Estimate("hit %", "hit_rate", ".1f", 100, lambda c: c.decode.hit_rate),
+    _Estimate("MiB/token", "read_mib_per_token", ".2f", 1, lambda c: c.decode.read_mib_per_token),
+)
+_CHANGES = (
+    _Estimate("subst. %", "substituted", ".1f", 100, lambda c: _share(c.decode.substituted, c.decode.slots)),
+    _Estimate("dropped %", "dropped", ".1f", 100, lambda c: _share(c.decode.dropped, c.decode.slots)),
+    _Estimate("mass", "mass_displaced", ".4f", 1, lambda c: c.decode.mass_displaced),
+    _Estimate("agree", "agreement", ".3f", 1, lambda c: c.decode.agreement),
+)
+_MEASURED = (
+    _Estimate("tok_s", "tok_s", ".3f", 1, lambda c: c.tok_s),
+    _Estimate("ppl", "ppl", ".3f", 1, lambda c: c.ppl),
+    _Estimate("ppl_ratio", "ppl_ratio", ".3f", 1, lambda c: c.ppl_ratio),
+)
+
+
 def table(cells: Sequence[CellNumbers]) -> str:
-    """Cells for reading: the decode numbers, one line each, simulated ones marked as such; on a terminal, a legend."""
+    """Cells for reading: the decode numbers, one line each, simulated ones marked as such; on a terminal, a legend.
+
+    Intervals stand beside what they are of, but for columns in which none has a width.
+    """
 
     def number(value: float | None, form: str) -> str:
         return "-" if value is None or not math.isfinite(value) else format(value, form)
 
-    def between(numbers: CellNumbers, name: str) -> str:
-        low, high = (getattr(numbers, f"{name}_{end}") for end in ("low", "high"))
-        return "-" if low is None else f"{low:.3f} to {high:.3f}"
+    def words(estimate: _Estimate) -> list[list[str]]:
+        values = [estimate.value(c) for c in cells]
+        columns = [[estimate.head, *(number(v and estimate.scale * v, estimate.form) for v in values)]]
+        known = [c.intervals.get(estimate.name) for c in cells]
+        if any(ends is not None and ends[0] < ends[1] for ends in known):
+            spans = [ends and [format(estimate.scale * end, estimate.form) for end in ends] for ends in known]
+            columns.append(["95 %", *(" to ".join(ends) if ends else "-" for ends in spans)])
+        return columns
 
-    def share(part: int, whole: int) -> str:
-        return f"{100 * part / whole:.1f}" if whole else "-"
-
-    live = [n for n in ("tok_s", "ppl", "ppl_ratio") if any(getattr(c, n) is not None for c in cells)]
-    notes = ["note"] if any(c.note for c in cells) else []
-    lines = [
-        ["source", "route", "evict", "scope", "budget MiB", "cycles", "k", "hit %", "MiB/token", "cold",
-         "capacity", "subst. %", "dropped %", "mass", "agree",
-         *(word for name in live for word in (name, "95 %")), *notes]
-    ]  # fmt: skip
-    for c in cells:
-        d = c.decode
-        lines.append(
-            [
-                "replay (simulated)" if c.source == "replay" else c.source,
-                route_spec(c.cell.route),
-                c.cell.evict_spec,
-                c.cell.scope,
-                "off" if c.cell.budget.kind == "off" else f"{c.budget_mib:.1f}",
-                number(c.budget_cycles, ".2f"),
-                str(c.top_k),
-                number(None if d.hit_rate is None else 100 * d.hit_rate, ".1f"),
-                number(d.read_mib_per_token, ".2f"),
-                str(d.cold_misses),
-                str(d.capacity_misses),
-                share(d.substituted, d.slots),
-                share(d.dropped, d.slots),
-                number(d.mass_displaced, ".4f"),
-                number(d.agreement, ".3f"),
-                *(word for name in live for word in (number(getattr(c, name), ".3f"), between(c, name))),
-                *([c.note or ""] if notes else []),
-            ]
-        )
-    return align(lines) + (f"\n{TABLE_LEGEND}" if sys.stdout.isatty() else "")
+    settings = [
+        ["source", *("replay (simulated)" if c.source == "replay" else c.source for c in cells)],
+        ["route", *(route_spec(c.cell.route) for c in cells)],
+        ["evict", *(c.cell.evict_spec for c in cells)],
+        ["scope", *(c.cell.scope for c in cells)],
+        ["budget MiB", *("off" if c.cell.budget.kind == "off" else f"{c.budget_mib:.1f}" for c in cells)],
+        ["cycles", *(number(c.budget_cycles, ".2f") for c in cells)],
+        ["k", *(str(c.top_k) for c in cells)],
+    ]
+    misses = [
+        ["cold", *(str(c.decode.cold_misses) for c in cells)],
+        ["capacity", *(str(c.decode.capacity_misses) for c in cells)],
+    ]
+    measured = [e for e in _MEASURED if any(e.value(c) is not None for c in cells)]
+    notes = [["note", *(c.note or "" for c in cells)]] if any(c.note for c in cells) else []
+    columns = [
+        *settings,
+        *itertools.chain.from_iterable(map(words, _READS)),
+        *misses,
+        *itertools.chain.from_iterable(map(words, (*_CHANGES, *measured))),
+        *notes,
+    ]
+    return align(list(zip(*columns, strict=True))) + (f"\n{TABLE_LEGEND}" if sys.stdout.isatty() else "")
 
 
 def cell_words(numbers: CellNumbers) -> list[str]:
@@ -253,7 +288,8 @@ class Progress:
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._start = self._drawn = time.monotonic()
+        self._start = time.monotonic()
+        self._drawn = -math.inf
         self._width = 0
 
     def __call__(self, fraction: float) -> None:

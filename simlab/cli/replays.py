@@ -65,6 +65,7 @@ def add_commands(commands: Any) -> None:
     add_cell_options(parser, lists=False, default_budget=AS_RECORDED)
     add_json(parser)
     parser.add_argument("--slots", metavar="F.parquet", help="write one row per routed slot")
+    _add_intervals(parser)
     parser.add_argument(
         "--by", choices=("layer", "token"), help="also give the decode numbers by layer or token"
     )
@@ -83,6 +84,7 @@ def add_commands(commands: Any) -> None:
     )
     add_cell_options(parser, lists=True, default_budget=AS_RECORDED)
     add_json(parser)
+    _add_intervals(parser)
     parser.add_argument("--out", metavar="F.parquet|.csv", help="write the cells as a flat table")
     parser.add_argument(
         "--chart",
@@ -102,6 +104,14 @@ def add_commands(commands: Any) -> None:
     )
     add_force(parser)
     parser.set_defaults(run=_sweep)
+
+
+def _add_intervals(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--intervals",
+        action="store_true",
+        help="give the decode means 95 %% intervals, from blocks of tokens; replays a second time, row by row",
+    )
 
 
 def _cells(args: argparse.Namespace, trace: Trace) -> list[Cell]:
@@ -139,6 +149,8 @@ def _replay(args: argparse.Namespace) -> None:
             if slots_path is not None:
                 write_frame(slots_path, result.slots)
                 say_written(slots_path)
+        if args.intervals:
+            (numbers,) = _with_intervals(args, trace, [numbers])
     if note is not None:
         numbers = replace(numbers, note="; ".join(filter(None, (numbers.note, note))))
     if args.json:
@@ -173,6 +185,8 @@ def _sweep(args: argparse.Namespace) -> None:
             )
     with ExitStack() as stack:
         numbers, parts = _run_groups(args, traces, cells, out, stack)
+        if args.intervals:
+            numbers = [_with_intervals(args, *of) for of in zip(traces, numbers, strict=True)]
         if out is not None:
             write_frame(out, _frame(args.traces, numbers))
             say_written(out)
@@ -187,6 +201,16 @@ def _sweep(args: argparse.Namespace) -> None:
         return
     for trace, of_trace in zip(args.traces, numbers, strict=True):
         print((f"{trace}\n" if several else "") + table(of_trace))
+
+
+def _with_intervals(
+    args: argparse.Namespace, trace: Trace, numbers: Sequence[CellNumbers]
+) -> list[CellNumbers]:
+    from simlab.judge.against import replayed_series, with_intervals
+
+    with Progress(f"intervals of {len(numbers)} cells") as progress:
+        found = replayed_series(trace, [n.cell for n in numbers], args.train, progress=progress)
+    return with_intervals(numbers, [series for _, series in found])
 
 
 def _draw(chart: Path, numbers: Sequence[CellNumbers], trace: Trace) -> None:

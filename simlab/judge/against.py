@@ -8,7 +8,7 @@ figure moves along this text, not what another text would give.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,14 +17,18 @@ import polars as pl
 from numpy.typing import NDArray
 
 from simlab.cells import MIB
-from simlab.judge.misses.explain import rate
-from simlab.judge.stats import Interval, paired_difference
+from simlab.judge.measure import row_counts
+from simlab.judge.misses.explain import linearised
+from simlab.judge.stats import Interval, block_bootstrap_of, paired_difference
 from simlab.replay.run import Replayer
 from simlab.replay.slots import row_table
 from simlab.trace.store import Trace
 from simlab.types import DECODE, THROW_AWAY_TURN, Cell, CellNumbers
 
 Floats = NDArray[np.float64]
+
+_SLOTS_AT_ONCE = 1 << 24
+"""Slots, of all rows and cells together, kept at once; some 50 bytes each."""
 
 
 class DecodeSeries(NamedTuple):
@@ -35,9 +39,12 @@ class DecodeSeries(NamedTuple):
     hits: Floats
     read_mib: Floats
     substituted: Floats
+    dropped: Floats
     slots: Floats
     mass: Floats
-    """Router mass displaced, added up over the token's events; NaN where it is unknown."""
+    """Router mass displaced, added up over the token's events; NaN where it is unknown, as regret."""
+    regret: Floats
+    agreement: Floats
     events: Floats
 
 
@@ -60,98 +67,95 @@ def baseline(cell: Cell, others: Sequence[CellNumbers]) -> CellNumbers | None:
     return next((o for o in others if is_exact(o.cell) and cache(o.cell) == cache(cell)), None)
 
 
-def recorded_series(trace: Trace) -> DecodeSeries:
-    """The decode tokens of a recording, from what it says happened."""
+def recorded_series(trace: Trace, rows: pl.DataFrame | None = None) -> DecodeSeries:
+    """The decode tokens of a recording, from what it says happened.
+
+    Args:
+        rows: `row_counts` of the trace, where they are known already.
+
+    Raises:
+        InputError: the trace lacks what was executed.
+    """
     tokens = trace.collect(
         "tokens", trace.tokens.filter((pl.col("phase") == DECODE) & (pl.col("turn") != THROW_AWAY_TURN))
     )
-    slots = (
-        trace.collect(
-            "routing",
-            trace.routing.filter((pl.col("phase") == DECODE) & (pl.col("turn") != THROW_AWAY_TURN)).select(
-                "graph", slots=(pl.col("experts").arr.to_list().list.eval(pl.element() >= 0)).list.sum()
-            ),
-        )
-        .group_by("graph")
-        .agg(pl.col("slots").sum())
-    )
-    tokens = tokens.join(slots, on="graph", how="left", maintain_order="left")
+    rows = (row_counts(trace) if rows is None else rows).filter("decode")
+    per_graph = rows.group_by("graph").agg(pl.col("slots", "mass", "regret", "agreement", "events").sum())
+    tokens = tokens.join(per_graph, on="graph", how="left", maintain_order="left")
+    if not trace.has_scores:
+        tokens = tokens.with_columns(mass=math.nan, regret=math.nan)
+    return _series(tokens)
+
+
+def _series(tokens: pl.DataFrame) -> DecodeSeries:
+    """A row per decode token, as series."""
 
     def of(name: str) -> Floats:
         return tokens[name].cast(pl.Float64).to_numpy()
 
-    unknown = np.full(tokens.height, np.nan)
+    counts = {n: of(n) for n in DecodeSeries._fields if n not in ("turn", "read_mib")}
     return DecodeSeries(
-        turn=tokens["turn"].to_numpy().astype(np.int64),
-        lookups=of("lookups"),
-        hits=of("hits"),
-        read_mib=of("read_bytes") / MIB,
-        substituted=of("substituted"),
-        slots=of("slots"),
-        mass=unknown,
-        events=unknown,
+        turn=tokens["turn"].to_numpy().astype(np.int64), read_mib=of("read_bytes") / MIB, **counts
     )
 
 
 def replayed_series(
-    trace: Trace, cells: Sequence[Cell], train: str | None = None
+    trace: Trace,
+    cells: Sequence[Cell],
+    train: str | None = None,
+    *,
+    progress: Callable[[float], None] | None = None,
 ) -> list[tuple[CellNumbers, DecodeSeries]]:
     """Replays of cells, with the counters of their decode tokens.
+
+    Args:
+        progress: called now and then with the share done.
 
     Raises:
         InputError: as `simlab.replay.run.replay`.
     """
-    replayer = Replayer(trace, cells, detail=True, train=train)
-    while replayer.advance():
-        pass
-    series = []
-    for place, numbers in enumerate(replayer.numbers()):
-        rows = row_table(replayer, place).filter(pl.col("counted") & (pl.col("phase") == DECODE))
-        names = [
-            n
-            for n in ("lookups", "hits", "read_bytes", "substituted", "slots", "mass_displaced", "events")
-            if n in rows.columns
-        ]
-        tokens = rows.group_by("turn", "graph", "step", "pos_in_graph", maintain_order=True).agg(
-            pl.col(names).sum()
-        )
-
-        def of(name: str, tokens: pl.DataFrame = tokens) -> Floats:
-            if name not in tokens.columns:
-                return np.full(tokens.height, np.nan)
-            return tokens[name].cast(pl.Float64).to_numpy()
-
-        series.append(
-            (
-                numbers,
-                DecodeSeries(
-                    tokens["turn"].to_numpy().astype(np.int64),
-                    of("lookups"),
-                    of("hits"),
-                    of("read_bytes") / MIB,
-                    of("substituted"),
-                    of("slots"),
-                    of("mass_displaced"),
-                    of("events"),
-                ),
-            )
-        )
-    return series
+    found = []
+    # Every slot of every row is kept until it is added up: so many cells at once as memory allows.
+    at_once = max(_SLOTS_AT_ONCE // max(trace.n_rows * trace.width, 1), 1)
+    for start in range(0, len(cells), at_once):
+        replayer = Replayer(trace, cells[start : start + at_once], detail=True, train=train)
+        n_rows = max(replayer.columns.n_rows, 1)
+        while replayer.advance():
+            if progress is not None:
+                here = min(at_once, len(cells) - start)
+                progress((start + here * replayer.row / n_rows) / len(cells))
+        for place, numbers in enumerate(replayer.numbers()):
+            rows = row_table(replayer, place).filter(pl.col("counted") & (pl.col("phase") == DECODE))
+            names = {"mass_displaced": "mass", "score_regret": "regret"}
+            unknown = {new: math.nan for old, new in names.items() if old not in rows.columns}
+            rows = rows.rename(names, strict=False).with_columns(**unknown)
+            counts = {*DecodeSeries._fields, "read_bytes"} - {"turn", "read_mib"}
+            by_token = rows.group_by("turn", "graph", "step", "pos_in_graph", maintain_order=True)
+            found.append((numbers, _series(by_token.agg(pl.col(*sorted(counts)).sum()))))
+    return found
 
 
 def intervals_of(series: DecodeSeries) -> dict[str, tuple[float, float]]:
     """95 % intervals of a run's own means, those that are known.
 
-    `hit_rate`, `substituted` (of slots) and `mass_displaced` are shares, `read_mib_per_token` is MiB.
+    `hit_rate`, `substituted` and `dropped` (of slots) are shares, `read_mib_per_token` is MiB, the rest are means over
+    routing events as `PhaseNumbers` has them.
     """
-    ones = np.ones(len(series.turn))
-    found = {
-        "hit_rate": rate(series.hits, series.lookups, series.turn).interval,
-        "read_mib_per_token": rate(series.read_mib, ones, series.turn).interval,
-        "substituted": rate(series.substituted, series.slots, series.turn).interval,
-        "mass_displaced": rate(series.mass, series.events, series.turn).interval,
+    parts = {
+        "hit_rate": (series.hits, series.lookups),
+        "read_mib_per_token": (series.read_mib, np.ones(len(series.turn))),
+        "substituted": (series.substituted, series.slots),
+        "dropped": (series.dropped, series.slots),
+        "mass_displaced": (series.mass, series.events),
+        "score_regret": (series.regret, series.events),
+        "agreement": (series.agreement, series.events),
     }
-    return {name: (low, high) for name, (low, high) in found.items() if math.isfinite(low)}
+    values = {name: linearised(*of) for name, of in parts.items()}
+    known = {name: of for name, of in values.items() if of is not None}
+    turns = np.unique(series.turn)
+    by_turn = [[of[series.turn == turn] for turn in turns] for of in known.values()]
+    found = block_bootstrap_of(by_turn, lambda *means: np.array(means)) if known else []
+    return {name: (low, high) for name, (low, high) in zip(known, found, strict=True) if math.isfinite(low)}
 
 
 def read_saved(first: DecodeSeries, other: DecodeSeries) -> Interval:
@@ -161,11 +165,11 @@ def read_saved(first: DecodeSeries, other: DecodeSeries) -> Interval:
 
 
 def with_intervals(numbers: Sequence[CellNumbers], series: Sequence[DecodeSeries]) -> list[CellNumbers]:
-    """Cells with the intervals of their means, and with that of `read_mib_saved` beside their baseline's run."""
+    """Cells with the intervals of their means too, and with that of `read_mib_saved` beside their baseline's run."""
     by_cell = {id(n): s for n, s in zip(numbers, series, strict=True)}
     made = []
     for n, s in zip(numbers, series, strict=True):
-        intervals: dict[str, tuple[float, float]] = intervals_of(s)
+        intervals = {**n.intervals, **intervals_of(s)}
         base = baseline(n.cell, numbers)
         if base is not None and base is not n and len(by_cell[id(base)].turn) == len(s.turn):
             low, high = read_saved(by_cell[id(base)], s)

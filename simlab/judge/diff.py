@@ -15,8 +15,9 @@ from typing import Any, Literal
 
 import polars as pl
 
+from simlab.cli.output import INTERVALS
 from simlab.errors import InputError
-from simlab.judge.report.cells_file import INTERVALS, TRACE, read_cells_table
+from simlab.judge.report.cells_file import TRACE, read_cells_table
 from simlab.trace.parquet_probe import probe_parquet
 from simlab.trace.reading import read_bytes
 from simlab.trace.store import Trace, open_trace
@@ -39,7 +40,7 @@ SETTING = (
 )  # fmt: skip
 """What a cell is matched by."""
 _BESIDE = ("budget", "budget_cycles", "margin", "drop", INTERVALS)
-"""Columns that say again what others say, or that only JSON has."""
+"""Columns that say again what others say, or that a sweep may have been asked for or not."""
 _CHUNK_ROWS = 1 << 16
 
 

@@ -63,8 +63,7 @@ def speeds(trace: Trace, teller: Foreteller, others: Sequence[Trace]) -> list[Sp
         name = f"{route_label(cell)}, {budget_label(told.numbers)}"
         found.append(Speed(name, told.tok_s, told.tok_s_interval, live=False))
         if live.tok_s is not None:
-            low, high = live.tok_s_low, live.tok_s_high
-            interval = UNKNOWN if low is None or high is None else Interval(low, high)
+            interval = Interval(*live.intervals.get("tok_s", UNKNOWN))
             found.append(Speed(name, live.tok_s, interval, live=True))
     return found
 

@@ -11,7 +11,6 @@ import math
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
 from simlab.cells import MIB, effective_k, resolve_budget
 from simlab.errors import InputError
@@ -22,11 +21,65 @@ from simlab.trace.store import Trace
 from simlab.types import DECODE, THROW_AWAY_TURN, Cell, CellNumbers, PhaseNumbers
 
 
-def measure(trace: Trace, cell: Cell) -> CellNumbers:
+def measure(trace: Trace, cell: Cell, rows: pl.DataFrame | None = None) -> CellNumbers:
     """The numbers of the run a trace records, which ran under `cell`.
+
+    Args:
+        rows: `row_counts` of the trace, where they are known already.
 
     Raises:
         InputError: the trace lacks what was executed (`experts`, `residency`, `read_bytes`).
+    """
+    header = trace.header
+    k = effective_k(cell.route, header)
+    budget = resolve_budget(cell.budget, cell.scope, header, k)
+    rows = row_counts(trace) if rows is None else rows
+    tokens = trace.collect("tokens", trace.tokens.filter(pl.col("turn") != THROW_AWAY_TURN))
+    decode_tokens = tokens.filter(pl.col("phase") == DECODE)
+    wall_ns = decode_tokens["wall_ns"].drop_nulls().to_numpy()
+    losses = decode_losses(trace)["nll"].to_numpy()
+    mean_nll = float(losses.mean()) if len(losses) else None
+    waits_ms = decode_tokens["read_wait_ns"].drop_nulls().to_numpy() / 1e6
+    wall_ms = block_bootstrap_mean([wall_ns / 1e6])
+    nll = block_bootstrap_mean([losses])
+    intervals = {
+        "tok_s": (1e3 / wall_ms.high, 1e3 / wall_ms.low),
+        "wall_ms_per_token": wall_ms,
+        "read_wait_ms_per_token": block_bootstrap_mean([waits_ms]),
+        "ppl": (math.exp(nll.low), math.exp(nll.high)),
+        "nll": nll,
+    }
+    return CellNumbers(
+        source="live",
+        cell=cell,
+        budget_mib=budget.total_bytes / MIB,
+        budget_cycles=budget.total_bytes / header.cycle_bytes(k),
+        top_k=k,
+        decode=_phase(trace, rows.filter("decode"), decode_tokens, budget.off),
+        all=_phase(trace, rows, tokens, budget.off),
+        tok_s=1e9 / float(wall_ns.mean()) if len(wall_ns) else None,
+        wall_ms_per_token=float(wall_ns.mean()) / 1e6 if len(wall_ns) else None,
+        read_wait_ms_per_token=float(waits_ms.mean()) if len(waits_ms) else None,
+        ppl=math.exp(mean_nll) if mean_nll is not None else None,
+        nll=mean_nll,
+        intervals={name: (low, high) for name, (low, high) in intervals.items() if math.isfinite(low)},
+    )
+
+
+def decode_losses(trace: Trace) -> pl.DataFrame:
+    """`turn`, `step`, `next_token` and `nll` (nats) of every decoded token whose next token is known, in order."""
+    scored = (pl.col("phase") == DECODE) & (pl.col("turn") != THROW_AWAY_TURN) & pl.col("nll").is_not_null()
+    return trace.collect("tokens", trace.tokens.filter(scored).select("turn", "step", "next_token", "nll"))
+
+
+def row_counts(trace: Trace) -> pl.DataFrame:
+    """Every counted routing row of a recording: what it read for the first time and again, and how far it strayed.
+
+    Columns: `turn, graph, step, pos_in_graph, decode`; counts `slots, misses, cold, read_bytes, events` (1 where the
+    router picked any expert); `mass, regret, agreement` against the router's routing, the first two 0 without scores.
+
+    Raises:
+        InputError: the trace lacks what was executed.
     """
     routing = trace.collect("routing", trace.routing.select("experts", "dropped", "read_bytes"))
     for name in routing.columns:
@@ -34,55 +87,7 @@ def measure(trace: Trace, cell: Cell) -> CellNumbers:
             raise InputError(
                 f"{trace.path}/routing: '{name}' is unknown in some rows, this run cannot be measured"
             )
-    header, columns = trace.header, TraceColumns(trace)
-    k = effective_k(cell.route, header)
-    budget = resolve_budget(cell.budget, cell.scope, header, k)
-    rows = _row_counts(trace, columns, routing)
-    tokens = trace.collect("tokens", trace.tokens.filter(pl.col("turn") != THROW_AWAY_TURN))
-    decode_tokens = tokens.filter(pl.col("phase") == DECODE)
-    wall_ns = decode_tokens["wall_ns"].drop_nulls().to_numpy()
-    losses = decode_losses(trace)
-    mean_nll = float(losses.mean()) if len(losses) else None
-    wall_low, wall_high = block_bootstrap_mean([wall_ns])
-    nll_low, nll_high = block_bootstrap_mean([losses])
-    return CellNumbers(
-        source="live",
-        cell=cell,
-        budget_mib=budget.total_bytes / MIB,
-        budget_cycles=budget.total_bytes / header.cycle_bytes(k),
-        top_k=k,
-        decode=_phase(columns, rows.filter("decode"), decode_tokens, [True], budget.off),
-        all=_phase(columns, rows, tokens, [True, False], budget.off),
-        tok_s=1e9 / float(wall_ns.mean()) if len(wall_ns) else None,
-        tok_s_low=_known(1e9 / wall_high),
-        tok_s_high=_known(1e9 / wall_low),
-        wall_ms_per_token=float(wall_ns.mean()) / 1e6 if len(wall_ns) else None,
-        read_wait_ms_per_token=_mean_ms(decode_tokens["read_wait_ns"]),
-        ppl=math.exp(mean_nll) if mean_nll is not None else None,
-        ppl_low=_known(math.exp(nll_low)),
-        ppl_high=_known(math.exp(nll_high)),
-        nll=mean_nll,
-    )
-
-
-def decode_losses(trace: Trace) -> NDArray[np.float64]:
-    """float64 `[scored tokens]`: nats of each decoded token whose next token is known, in their order."""
-    decoded = (pl.col("phase") == DECODE) & (pl.col("turn") != THROW_AWAY_TURN)
-    return trace.collect("tokens", trace.tokens.filter(decoded))["nll"].drop_nulls().to_numpy()
-
-
-def _known(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _mean_ms(column: pl.Series) -> float | None:
-    known = column.drop_nulls()
-    return float(known.sum()) / len(known) / 1e6 if len(known) else None
-
-
-def _row_counts(trace: Trace, columns: TraceColumns, routing: pl.DataFrame) -> pl.DataFrame:
-    """Per counted routing row: what it read for the first time and again, and how far it strayed from the router."""
-    width = trace.width
+    columns, width = TraceColumns(trace), trace.width
     experts = routing["experts"].to_numpy().reshape(-1, width)
     dropped = routing["dropped"].to_numpy().reshape(-1, width)
     read = routing["read_bytes"].to_numpy().reshape(-1, width)
@@ -92,20 +97,21 @@ def _row_counts(trace: Trace, columns: TraceColumns, routing: pl.DataFrame) -> p
     first_seen.reshape(-1)[first] = True
     cold = first_seen & (read > 0)
     mass, regret, agreement = _strayed(trace, columns, experts, (experts >= 0) & ~dropped)
-    counted = pl.DataFrame(
-        {
-            "decode": columns.decode,
-            "counted": columns.counted,
-            "slots": (experts >= 0).sum(axis=1),
-            "misses": (read > 0).sum(axis=1),
-            "cold": cold.sum(axis=1),
-            "read_bytes": read.sum(axis=1),
-            "mass": mass,
-            "regret": regret,
-            "agreement": agreement,
-        }
+    found = {
+        "decode": columns.decode,
+        "slots": (experts >= 0).sum(axis=1),
+        "misses": (read > 0).sum(axis=1),
+        "cold": cold.sum(axis=1),
+        "read_bytes": read.sum(axis=1),
+        "events": (columns.router_k > 0).astype(np.int64),
+        "mass": mass,
+        "regret": regret,
+        "agreement": agreement,
+    }
+    where = columns.where.select("turn", "graph", "step", "pos_in_graph")
+    return where.with_columns(pl.Series(name, values) for name, values in found.items()).filter(
+        columns.counted
     )
-    return counted.filter("counted")
 
 
 def _strayed(
@@ -140,11 +146,9 @@ def _lost(share: np.ndarray, router: np.ndarray, ran: np.ndarray) -> np.ndarray:
     return (of(router) - of(ran)).sum(axis=1)
 
 
-def _phase(
-    columns: TraceColumns, rows: pl.DataFrame, tokens: pl.DataFrame, phases: list[bool], off: bool
-) -> PhaseNumbers:
-    n_tokens = sum(columns.n_tokens(decode) for decode in phases)
-    events = sum(columns.n_events(decode) for decode in phases)
+def _phase(trace: Trace, rows: pl.DataFrame, tokens: pl.DataFrame, off: bool) -> PhaseNumbers:
+    n_tokens = rows.select("decode", "graph", "pos_in_graph").n_unique() if rows.height else 0
+    events = int(rows["events"].sum())
     total = {
         name: int(tokens[name].sum())
         for name in ("lookups", "hits", "reranked", "substituted", "dropped", "evictions")
@@ -152,14 +156,14 @@ def _phase(
     misses, cold = int(rows["misses"].sum()), int(rows["cold"].sum())
     if misses != total["lookups"] - total["hits"]:
         raise InputError(
-            f"{columns.trace.path}: {misses} reads in routing, but {total['lookups'] - total['hits']} misses in tokens"
+            f"{trace.path}: {misses} reads in routing, but {total['lookups'] - total['hits']} misses in tokens"
         )
     read_mib = int(rows["read_bytes"].sum()) / MIB
 
     def mean(name: str) -> float | None:
         return float(rows[name].sum()) / events if events else None
 
-    has_scores = columns.trace.has_scores
+    has_scores = trace.has_scores
     return PhaseNumbers(
         tokens=n_tokens,
         lookups=total["lookups"],

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from simlab.cells import effective_k
 from simlab.errors import InputError
 from simlab.judge.against import DecodeSeries, recorded_series, with_intervals
-from simlab.judge.measure import decode_losses, measure
+from simlab.judge.measure import decode_losses, measure, row_counts
 from simlab.judge.stats import paired_difference
 from simlab.record.engine import EMBEDDED_MODEL, Engine
 from simlab.record.plan import PlannedGraph
@@ -68,8 +68,9 @@ def validate(
                 engine, opened_k = Engine(model, top_k=k, **engine_options), k
             with tempfile.TemporaryDirectory(prefix="simlab-live-") as folder:
                 live = run_live(engine, graphs, cells[i], Path(folder) / "live.trace")
-                lives[i], losses[i] = measure(live, cells[i]), decode_losses(live)
-                series[i] = recorded_series(live)
+                rows = row_counts(live)
+                lives[i], series[i] = measure(live, cells[i], rows), recorded_series(live, rows)
+                losses[i] = decode_losses(live)["nll"].to_numpy()
             if progress is not None:
                 progress((done + 1) / len(cells))
     finally:
@@ -87,8 +88,11 @@ def _beside_first(live: CellNumbers, first: NDArray[np.float64], losses: NDArray
     if not len(losses):
         return live
     difference, (low, high) = paired_difference([first], [losses])
-    ratio = [math.exp(x) if math.isfinite(x) else None for x in (difference, low, high)]
-    return dataclasses.replace(live, ppl_ratio=ratio[0], ppl_ratio_low=ratio[1], ppl_ratio_high=ratio[2])
+    intervals = {**live.intervals}
+    if math.isfinite(low):
+        intervals["ppl_ratio"] = math.exp(low), math.exp(high)
+    ratio = math.exp(difference) if math.isfinite(difference) else None
+    return dataclasses.replace(live, ppl_ratio=ratio, intervals=intervals)
 
 
 def planned_graphs(trace: Trace) -> list[tuple[PlannedGraph, list[int], int | None]]:

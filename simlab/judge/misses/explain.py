@@ -313,15 +313,22 @@ def _turns_of_tokens(columns: TraceColumns, n_tokens: int) -> NDArray[np.int64]:
 def rate(numerator: NDArray, denominator: NDArray, turns: NDArray[np.int64]) -> Rate:
     """The ratio of two sums over tokens with a block-bootstrap interval; no block joins two turns.
 
-    The interval is that of the mean of `r + (a - r b) / mean(b)`, whose mean is r: the ratio, linearised.
+    The interval is that of the mean of the ratio, linearised.
     """
+    values = linearised(numerator, denominator)
+    if values is None:
+        return Rate(math.nan, UNKNOWN)
+    series = [values[turns == turn] for turn in np.unique(turns)]
+    return Rate(float(numerator.sum()) / float(denominator.sum()), block_bootstrap_mean(series))
+
+
+def linearised(numerator: NDArray, denominator: NDArray) -> NDArray[np.float64] | None:
+    """float64 `[tokens]`, `r + (a - r b) / mean(b)`: its mean is the ratio r of the sums; None for a sum of zero."""
     total = float(denominator.sum())
     if not total:
-        return Rate(math.nan, UNKNOWN)
+        return None
     ratio = float(numerator.sum()) / total
-    values = ratio + (numerator - ratio * denominator) / (total / len(denominator))
-    series = [values[turns == turn] for turn in np.unique(turns)]
-    return Rate(ratio, block_bootstrap_mean(series))
+    return ratio + (numerator - ratio * denominator) / (total / len(denominator))
 
 
 def _decode_phase(found: Anatomy, turns: NDArray[np.int64]) -> Phase:

@@ -5,16 +5,22 @@ A file may be from anywhere, so every column is checked, and what is wrong is re
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 
 from simlab.cells import parse_budget
-from simlab.cli.output import KNOB_FIELDS, LIVE_FIELDS, PHASES, cells_from_frame, cells_schema, json_to_row
+from simlab.cli.output import (
+    INTERVALS,
+    KNOB_FIELDS,
+    LIVE_FIELDS,
+    PHASES,
+    cells_from_frame,
+    cells_schema,
+    json_to_row,
+)
 from simlab.errors import InputError
 from simlab.policy import builtin_policies
 from simlab.trace.json_text import parse_json
@@ -24,10 +30,8 @@ from simlab.types import Cell, CellNumbers, EvictionPolicy, Route, RoutingPolicy
 
 TRACE = "trace"
 """The column in front of a sweep of several traces: which one a cell is of, as the command line named it."""
-INTERVALS = "intervals"
-"""The column after it, of JSON alone: the intervals of a live run, as JSON text or null."""
 _WANTED = "write it with simlab sweep --out, or with --json of sweep or validate"
-_MAY_LACK = frozenset({"margin", "drop", "note", *LIVE_FIELDS})
+_MAY_LACK = frozenset({"margin", "drop", "note", INTERVALS, *LIVE_FIELDS})
 """Fields that JSON leaves out, or that are unknown, for many cells."""
 _WORDS = {pl.String: "text", pl.Int64: "a whole number", pl.Float64: "a number", pl.Boolean: "true or false"}
 _KINDS: dict[Any, tuple[type, ...]] = {
@@ -119,9 +123,8 @@ def _from_json(path: Path, data: bytes) -> pl.DataFrame:
                 raise InputError(f"{where}, field '{name}': {shown(value)} is not {_WORDS[kind]}")
         if several and not isinstance(row[TRACE], str):
             raise InputError(f"{where}, field '{TRACE}': {shown(row[TRACE])} is not text")
-        row[INTERVALS] = _interval_text(row.get(INTERVALS), where)
-        rows.append({name: row.get(name) for name in (TRACE, INTERVALS, *schema)})
-    front = dict.fromkeys((*([TRACE] if several else []), INTERVALS), pl.String)
+        rows.append({name: row.get(name) for name in (TRACE, *schema)})
+    front = {TRACE: pl.String} if several else {}
     try:
         frame = pl.DataFrame(rows, schema=front | schema, strict=False)
     except (pl.exceptions.PolarsError, OverflowError) as error:
@@ -132,6 +135,8 @@ def _from_json(path: Path, data: bytes) -> pl.DataFrame:
 def _checked(path: Path, frame: pl.DataFrame, place: Callable[[int], str]) -> pl.DataFrame:
     """The columns of the schema in its order, each of its type and without holes where there may be none."""
     schema = cells_schema()
+    if INTERVALS not in frame.columns:  # of a version that kept them in JSON alone
+        frame = frame.with_columns(pl.lit(None, pl.String).alias(INTERVALS))
     for name, kind in schema.items():
         if name not in frame.columns:
             raise InputError(f"{path}: has no column '{name}'; {_WANTED} of this version")
@@ -149,17 +154,18 @@ def _checked(path: Path, frame: pl.DataFrame, place: Callable[[int], str]) -> pl
             raise InputError(f"{path}, {place(row)}, field '{name}': {value} is not {words}")
     if not frame.height:
         raise InputError(f"{path}: holds no cells")
-    front = [name for name in (TRACE, INTERVALS) if name in frame.columns]
+    for row, text in enumerate(frame[INTERVALS]):
+        if text is not None:
+            _check_intervals(text, f"{path}, {place(row)}, field '{INTERVALS}'")
+    front = [TRACE] if TRACE in frame.columns else []
     return frame.select(*front, *schema)
 
 
-def _interval_text(value: Any, where: str) -> str | None:
-    if value is None:
-        return None
+def _check_intervals(text: str, where: str) -> None:
+    value = parse_json(text.encode(), where)
     pairs = value.values() if isinstance(value, dict) else [None]
     if not all(isinstance(p, list) and len(p) == 2 and all(map(_is_number, p)) for p in pairs):
-        raise InputError(f"{where}, field '{INTERVALS}': {shown(value)} is no set of [low, high] by name")
-    return json.dumps(value)
+        raise InputError(f"{where}: {shown(value)} is no set of [low, high] by name")
 
 
 def _is_number(value: Any) -> bool:
@@ -179,13 +185,7 @@ def numbers_of(path: Path, frame: pl.DataFrame) -> list[CellNumbers]:
         InputError: a policy, knob or budget that this version does not know.
     """
     cells = [_cell(f"{path}, cell {n}", row) for n, row in enumerate(frame.iter_rows(named=True), 1)]
-    numbers = cells_from_frame(frame, cells)
-    if INTERVALS not in frame.columns:
-        return numbers
-    known = [
-        {n: (low, high) for n, (low, high) in json.loads(text or "{}").items()} for text in frame[INTERVALS]
-    ]
-    return [replace(n, intervals=intervals) for n, intervals in zip(numbers, known, strict=True)]
+    return cells_from_frame(frame, cells)
 
 
 def _cell(where: str, row: dict[str, Any]) -> Cell:

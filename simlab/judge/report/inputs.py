@@ -26,6 +26,8 @@ from simlab.types import Cell, CellNumbers, Comparison
 
 UNKNOWN_BUDGET = "2cycles"
 """What a trace of an unknown budget is explained at if nobody says: a small cache, above the cliff."""
+_INTERVALS_SHARE = 0.4
+"""Of the time a trace takes, about what the replay of a sweep's two chosen cells does."""
 
 
 def trace_report(
@@ -47,11 +49,16 @@ def trace_report(
     Raises:
         InputError: the trace cannot be read, or the sweep's numbers are not those of this trace.
     """
+
+    def part(start: float, end: float) -> Callable[[float], None]:
+        return lambda share: progress(start + (end - start) * share) if progress is not None else None
+
     trace = open_trace(path)
     info = trace_info(path)
     chosen = sweep_choice(sweep)
     if chosen is not None and not comparisons:
-        chosen = _with_intervals(path, trace, chosen, train_option(sweep))
+        chosen = _with_intervals(path, trace, chosen, train_option(sweep), part(0, _INTERVALS_SHARE))
+    curve = lru_curve(trace) if info["decode_tokens"] else None
     return TraceReport(
         name=name or path,
         header=trace.header,
@@ -60,12 +67,16 @@ def trace_report(
         sweep=sweep,
         chosen=chosen,
         comparisons=comparisons,
-        curve=lru_curve(trace) if info["decode_tokens"] else None,
-        explanation=None if explained is None else explain(trace, explained, progress=progress),
+        curve=curve,
+        explanation=None
+        if explained is None
+        else explain(trace, explained, progress=part(_INTERVALS_SHARE, 1)),
     )
 
 
-def _with_intervals(name: str, trace: Trace, chosen: Chosen, train: Sequence[str]) -> Chosen:
+def _with_intervals(
+    name: str, trace: Trace, chosen: Chosen, train: Sequence[str], progress: Callable[[float], None]
+) -> Chosen:
     """The two cells of a sweep's verdict, replayed for their intervals.
 
     Raises:
@@ -74,7 +85,7 @@ def _with_intervals(name: str, trace: Trace, chosen: Chosen, train: Sequence[str
     if not all(can_replay(n.cell) for n in chosen):
         return chosen
     part = train[-1] if train else None
-    made = replayed_series(trace, [n.cell for n in chosen], part)
+    made = replayed_series(trace, [n.cell for n in chosen], part, progress=progress)
     for told, (found, _) in zip(chosen, made, strict=True):
         for count in ("lookups", "hits", "substituted", "dropped"):
             here, there = getattr(found.decode, count), getattr(told.decode, count)

@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import polars as pl
 
 from simlab.cells import MIB
 from simlab.charts.anatomy import curve_chart, explain_chart
-from simlab.charts.live import comparison_chart
+from simlab.charts.live import comparison_chart, measured_both, pareto_chart
 from simlab.charts.pages import CAPTIONS, figure, page
 from simlab.charts.sweeps import sweep_charts
 from simlab.charts.theme import AnyChart
-from simlab.charts.words import LIVE_LABEL, REPLAY_LABEL, size_text, source_label
+from simlab.charts.words import LIVE_LABEL, REPLAY_LABEL, model_name, size_text, source_label
 from simlab.cli.output import write_whole
 from simlab.judge.misses.explain import Explanation
 from simlab.judge.misses.explain_text import Section, sections
@@ -105,8 +105,7 @@ def write_report(
 
 def report_text(traces: Sequence[TraceReport], *, commands: Sequence[str], notes: Sequence[str] = ()) -> str:
     """The page; as `write_report`."""
-    # A phone's recording names its model by the whole path there.
-    title = PurePosixPath(traces[0].header.model).name if len(traces) == 1 else f"{len(traces)} traces"
+    title = model_name(traces[0].header.model) if len(traces) == 1 else f"{len(traces)} traces"
     charts: dict[str, AnyChart] = {}
     parts = [
         f"<h1>{escape(title)}</h1>",
@@ -206,7 +205,12 @@ def _trace_facts(one: TraceReport) -> dict[str, str | None]:
 
 def _comparisons(one: TraceReport, key: str, charts: dict[str, AnyChart]) -> str:
     charts[f"comparison{key}"] = comparison_chart(one.comparisons, _drawn_intervals(one.comparisons))
-    return comparison_table(one.comparisons) + figure(f"comparison{key}", CAPTIONS["comparison"])
+    figures = figure(f"comparison{key}", CAPTIONS["comparison"])
+    lives = measured_both([c.live for c in one.comparisons])
+    if len(lives) > 1:
+        charts[f"pareto{key}"] = pareto_chart(lives)
+        figures += figure(f"pareto{key}", CAPTIONS["pareto"])
+    return comparison_table(one.comparisons) + figures
 
 
 def _drawn_intervals(comparisons: Sequence[Comparison]) -> list[dict[str, Interval]]:

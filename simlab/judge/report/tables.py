@@ -117,15 +117,25 @@ def _with_intervals(numbers: CellNumbers) -> list[str]:
     """The decode numbers as HTML, intervals small below where they are known."""
     found = []
     for word, (name, scale, digits) in zip(decode_words(numbers), _INTERVALS, strict=True):
-        low, high = numbers.intervals.get(name, (None, None))
-        found.append(escape(word) + _small(low, high, f".{digits}f", scale))
+        found.append(escape(word) + _small(numbers, name, f".{digits}f", scale))
     return found
 
 
-def _small(low: float | None, high: float | None, form: str, scale: float = 1) -> str:
-    return (
-        "" if low is None or high is None else f"<small>{scale * low:{form}} to {scale * high:{form}}</small>"
-    )
+def _bracketed(numbers: CellNumbers) -> list[str]:
+    """The decode numbers as plain words, intervals in brackets where they are known."""
+    found = []
+    for word, (name, scale, digits) in zip(decode_words(numbers), _INTERVALS, strict=True):
+        low, high = numbers.intervals.get(name, (0.0, 0.0))
+        known = f" [{scale * low:.{digits}f}, {scale * high:.{digits}f}]" if low < high else ""
+        found.append(word + known)
+    return found
+
+
+def _small(numbers: CellNumbers, name: str, form: str, scale: float = 1) -> str:
+    """An interval as HTML, or nothing where it is not known or has no width."""
+    ends = numbers.intervals.get(name, (0.0, 0.0))
+    low, high = (format(scale * end, form) for end in ends)
+    return f"<small>{low} to {high}</small>" if ends[0] < ends[1] else ""
 
 
 def _live_words(n: CellNumbers) -> list[str]:
@@ -133,9 +143,9 @@ def _live_words(n: CellNumbers) -> list[str]:
         return [DASH, DASH, DASH]
     ratio = DASH if n.ppl_ratio is None else f"{n.ppl_ratio:.4f}"
     return [
-        (DASH if n.tok_s is None else rate_text(n.tok_s)) + _small(n.tok_s_low, n.tok_s_high, ".3g"),
-        ppl_text(n.ppl) + _small(n.ppl_low, n.ppl_high, ".4g"),
-        ratio + _small(n.ppl_ratio_low, n.ppl_ratio_high, ".4f"),
+        (DASH if n.tok_s is None else rate_text(n.tok_s)) + _small(n, "tok_s", ".3g"),
+        ppl_text(n.ppl) + _small(n, "ppl", ".4g"),
+        ratio + _small(n, "ppl_ratio", ".4f"),
     ]
 
 
@@ -147,7 +157,7 @@ def sweep_table(sweep: Sequence[CellNumbers]) -> str:
     rows = [
         [
             *(values[i] for values in names.values()),
-            *decode_words(n),
+            *_bracketed(n),
             f"{n.decode.cold_misses:,}",
             f"{n.decode.capacity_misses:,}",
         ]

@@ -155,10 +155,11 @@ def _live_sentence(base: CellNumbers, best: Comparison, first: CellNumbers) -> s
     increase = _ppl_increase(base, best.live)
     cost = "perplexity not measured"
     if increase is not None:
-        low, high = best.live.ppl_ratio_low, best.live.ppl_ratio_high
+        interval = ""
         # Streaming changes no logit: the router's own routing has one perplexity, whatever the cache.
-        known = is_exact(first.cell) and low is not None and high is not None
-        interval = f" [{100 * (low - 1):+.1f}, {100 * (high - 1):+.1f}]" if known else ""  # type: ignore[operator]
+        if is_exact(first.cell) and "ppl_ratio" in best.live.intervals:
+            low, high = (100 * (end - 1) for end in best.live.intervals["ppl_ratio"])
+            interval = f" [{low:+.1f}, {high:+.1f}]"
         cost = f"perplexity {100 * increase:+.1f} %{interval} ({ppl_text(base.ppl)} to {ppl_text(best.live.ppl)})"
     return (
         f"{_at(best.live)} {_cut(base, best.live)}s flash reads from {mib_text(base)} to {mib_text(best.live)} MiB per "
