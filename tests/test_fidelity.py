@@ -314,7 +314,7 @@ def test_the_quality_command_fits_judges_and_keeps_a_law(kept, capsys):
     assert main(words) == 2
     assert "exists already" in capsys.readouterr().err
     assert main([*words, "--force"]) == 0
-    assert "law, simulated: undecided x (distance + distance^2)" in capsys.readouterr().out
+    assert "law, simulated: undecided distance + undecided distance^2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

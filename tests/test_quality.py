@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from simlab.cells import build_cells
 from simlab.errors import InputError
 from simlab.judge.quality.check import JudgedRun, LiveRun, leave_texts_out, verdict
-from simlab.judge.quality.features import FEATURES, features_of, features_of_recording
+from simlab.judge.quality.features import FEATURES, UNDECIDED, features_of, features_of_recording
 from simlab.judge.quality.law import FORMS, Calibration, QualityModel, calibrate, losses_of, recorded_cell
 from simlab.judge.quality.runs import calibrates, without_budget
 from simlab.judge.stats import coverage, standard_error
@@ -39,8 +39,9 @@ def slow_features(name: str) -> dict[str, float]:
 
     The router's weights come from the scores, those applied are the recorded ones, with dropping done by hand.
     """
-    rows = open_trace(TRACES / f"{name}.trace").routing.collect().to_dicts()
-    sums, before = {f: [] for f in FEATURES}, {}
+    trace = open_trace(TRACES / f"{name}.trace")
+    rows, by_token = trace.routing.collect().to_dicts(), {}
+    sums, before = {f: [] for f in FEATURES + UNDECIDED}, {}
     for row in rows:
         p, router = row["scores"], row["router_experts"]
         kept = [
@@ -56,6 +57,7 @@ def slow_features(name: str) -> dict[str, float]:
         moved = [abs(applied.get(e, 0) - wanted.get(e, 0)) for e in applied.keys() | wanted.keys()]
         sums["mass"].append(sum(p[e] for e in router) - sum(p[e] for e in applied))
         sums["distance"].append(sum(moved) ** 2)
+        by_token.setdefault((row["turn"], row["step"]), []).append(sum(moved) ** 2)
         sums["energy"].append(sum(m * m for m in moved))
         sums["top1"].append(router[0] not in applied)
         sums["changed"].append(len(set(router) - applied.keys()) / len(router))
@@ -63,6 +65,11 @@ def slow_features(name: str) -> dict[str, float]:
         if last is not None and last[0] == row["turn"]:
             sums["kept"].append(len(applied.keys() & last[1]) / len(applied))
             sums["kept_router"].append(len(set(router) & last[2]) / len(router))
+    for token in trace.tokens.collect().to_dicts():
+        if token["nll"] is not None and token["phase"] == 1:
+            p, distances = math.exp(-token["nll"]), by_token[token["turn"], token["step"]]
+            for power, feature in enumerate(UNDECIDED):
+                sums[feature].append(p * (1 - p) * (sum(distances) / len(distances)) ** power)
     return {f: sum(values) / len(values) for f, values in sums.items()}
 
 
@@ -73,7 +80,10 @@ def test_features_are_those_of_the_slow_reference(name):
     assert found["tokens"] == 247
     for feature, value in slow_features(name).items():
         assert found[feature] == pytest.approx(value, rel=1e-5, abs=1e-9), feature
-        assert np.mean(found[f"{feature}_by_layer"]) == pytest.approx(found[feature], rel=1e-6, abs=1e-12)
+    for feature in FEATURES:
+        assert np.mean(found[f"{feature}_by_layer"]) == pytest.approx(found[feature], rel=1e-6, abs=1e-12), (
+            feature
+        )
 
 
 @pytest.mark.slow
@@ -88,6 +98,7 @@ def test_features_of_a_replay_are_those_of_the_run_it_replays_and_of_its_numbers
         assert row["changed"] == pytest.approx(1 - d.agreement, abs=1e-12)
         assert row["dropped"] == pytest.approx(d.dropped / d.slots, abs=1e-12)
     assert [found[f][0] for f in FEATURES if not f.startswith("kept")] == [0.0] * 6
+    assert [found[f][0] for f in UNDECIDED[1:]] == [0.0] * 2
     assert found["kept"][0] == found["kept_router"][0] == found["kept_router"][1]
     margin = open_trace(TRACES / "margin-0.15.trace")
     own = recorded_cell(margin.header)
@@ -142,6 +153,8 @@ def row_of(strays: float, kept: float = 0.5, tokens: int = 2000) -> dict[str, ob
         "kept_router": 0.3,
         "distance_by_layer": [0.7 * strays, 0.9 * strays],
         "undecided": 0.07,
+        "undecided_distance": 0.07 * 0.9 * strays,
+        "undecided_distance^2": 0.07 * (1.1 * strays) ** 2,
         "tokens": tokens,
     }
 

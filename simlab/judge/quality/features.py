@@ -14,6 +14,8 @@ Features, all of them means over decode events, without a unit:
 - `changed`: share of the router's picks that did not run. `dropped`: share of slots dropped.
 - `undecided`: mean over the scored tokens of p (1 - p), p the probability that the recorded run gave the token that
   came; null where the trace has no losses. It belongs to the text, and is the same for all cells.
+- `undecided_distance`, `undecided_distance^2`: mean over the scored tokens of p (1 - p) d and of p (1 - p) d^2, d the
+  token's distance, mean over its layers: straying counts where the model wavers. Null as above.
 - `kept`: share of what ran that ran for the token before too, in the same layer and turn; `kept_router` is the same of
   the router's picks.
 
@@ -40,6 +42,9 @@ from simlab.types import DECODE, THROW_AWAY_TURN, Cell, Route
 
 FEATURES = ("mass", "distance", "energy", "top1", "changed", "dropped", "kept", "kept_router")
 """The features of a cell; each also comes by layer, as `<name>_by_layer`."""
+UNDECIDED = ("undecided", "undecided_distance", "undecided_distance^2")
+"""The features that need the losses of the recording."""
+_NULLABLE: dict[str, pl.DataType] = {name: pl.Float64() for name in UNDECIDED}
 _DETAIL_BYTES = 256 << 20
 """Of slots kept at once."""
 
@@ -59,7 +64,7 @@ class Executed:
 def features_of(trace: TraceLike, cells: Sequence[Cell], *, train: str | None = None) -> pl.DataFrame:
     """Replay cells and describe each: one row per cell, in the order of `cells`.
 
-    Columns: `tokens` (counted decode tokens), `undecided`, `FEATURES`, and each of these by layer, a list over the
+    Columns: `tokens` (counted decode tokens), `UNDECIDED`, `FEATURES`, and each of these by layer, a list over the
     MoE layers.
 
     Raises:
@@ -90,7 +95,7 @@ def features_of_replay(replayer: Replayer) -> pl.DataFrame:
             ran = Executed(experts, dropped, _renormalises(replayer.cells[index].route))
             found[index] = router.describe(ran)
     rows = [found[index] for index in range(len(replayer.cells))]
-    return pl.DataFrame(rows, schema_overrides={"undecided": pl.Float64})
+    return pl.DataFrame(rows, schema_overrides=_NULLABLE)
 
 
 def features_of_recording(trace: TraceLike, cell: Cell) -> pl.DataFrame:
@@ -107,7 +112,7 @@ def features_of_recording(trace: TraceLike, cell: Cell) -> pl.DataFrame:
     experts, dropped = (routing[name].to_numpy().reshape(-1, trace.width) for name in routing.columns)
     ran = Executed(experts, dropped, _renormalises(cell.route))
     row = _Router(TraceColumns(trace)).describe(ran)
-    return pl.DataFrame([row], schema_overrides={"undecided": pl.Float64})
+    return pl.DataFrame([row], schema_overrides=_NULLABLE)
 
 
 def _renormalises(route: Route) -> bool:
@@ -130,7 +135,7 @@ class _Router:
         self.needs = ColumnNeeds(header.n_expert_used, scores=True, rank=False, weights=frozenset({"scores"}))
         self.before = _row_before(columns)
         self.counted = columns.counted & columns.decode & (columns.router_k > 0)
-        self.undecided = _undecided(columns.trace)
+        self.undecided = _undecided(columns)
 
     def describe(self, ran: Executed) -> dict[str, object]:
         """Features of one cell, means over the counted decode events and over those of each layer."""
@@ -148,8 +153,16 @@ class _Router:
         layers = self.columns.layer
         found: dict[str, object] = {
             "tokens": self.columns.n_tokens(decode=True),
-            "undecided": self.undecided,
+            **dict.fromkeys(UNDECIDED),
         }
+        if self.undecided is not None:
+            token, share = self.undecided
+            scored = token >= 0
+            layers_of = np.maximum(np.bincount(token[scored], minlength=len(share)), 1)
+            distance = np.bincount(token[scored], events["distance"][scored], len(share)) / layers_of
+            found |= dict(
+                zip(UNDECIDED, (float((share * distance**i).mean()) for i in range(3)), strict=True)
+            )
         for name, values in events.items():
             some = follows if name in sets else self.counted
             n = np.bincount(layers[some], minlength=self.n_layers)
@@ -222,11 +235,22 @@ class _Router:
         return summed
 
 
-def _undecided(trace: Trace) -> float | None:
-    """Mean of p (1 - p) over the tokens of a recording that were scored; None without any."""
+def _undecided(columns: TraceColumns) -> tuple[NDArray[np.int64], NDArray[np.float64]] | None:
+    """Per routing row the place of its token among those that were scored, -1 for others, and p (1 - p) of these.
+
+    None where no token was scored.
+    """
     scored = (pl.col("phase") == DECODE) & (pl.col("turn") != THROW_AWAY_TURN) & pl.col("nll").is_not_null()
-    p = np.exp(-trace.collect("tokens", trace.tokens.filter(scored).select("nll"))["nll"].to_numpy())
-    return float((p * (1 - p)).mean()) if len(p) else None
+    losses = columns.trace.collect(
+        "tokens", columns.trace.tokens.filter(scored).select("turn", "step", "nll")
+    ).with_row_index("token")
+    if not losses.height:
+        return None
+    p = np.exp(-losses["nll"].to_numpy())
+    rows = columns.where.select("turn", "step").join(
+        losses, on=["turn", "step"], how="left", maintain_order="left"
+    )
+    return rows["token"].cast(pl.Int64).fill_null(-1).to_numpy(), p * (1 - p)
 
 
 def _row_before(columns: TraceColumns) -> NDArray[np.int64]:

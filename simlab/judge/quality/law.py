@@ -1,12 +1,12 @@
 """The quality law: what a cell costs in nll, foretold from what a replay knows of it, with an interval.
 
 The rise in nll over the original routing on the same tokens is a sum of a few features of the cell
-(`quality/features.py`) with coefficients of at least zero, so that it is zero where nothing strays from the router and
-never falls where more does. Terms are scaled by how undecided the model was on the text, the mean of p (1 - p) over
-the probabilities p that it gave the tokens that came: shifted logits cost where the model wavers, not where it is
-sure. The coefficients are fitted on a few live margins, each weighed by how well its difference is known. The interval
-holds three things: chance in a live difference of as many tokens, how far the law was off at its own calibration
-runs, and how loosely these fix the coefficients.
+(`quality/features.py`) with coefficients of at least zero, so that it is zero where nothing strays from the router
+and never falls where more does. Terms are weighed by how undecided the model was, p (1 - p) of the probability p that
+it gave the token that came: shifted logits cost where the model wavers, not where it is sure. The coefficients are
+fitted on a few live margins, each weighed by how well its difference is known. The interval holds three things:
+chance in a live difference of as many tokens, how far the law was off at its own calibration runs, and how loosely
+these fix the coefficients.
 
 Limits: a law holds for the model it was fitted on, and for policies like those it was fitted on; how far it carries
 beyond is measured in `quality/check.py` and written in docs/quality.md. Everything it says is simulated.
@@ -29,7 +29,7 @@ from scipy import optimize, stats
 from simlab.cells import build_cells
 from simlab.cli.options import recorded_evict, recorded_route
 from simlab.errors import InputError
-from simlab.judge.quality.features import features_of
+from simlab.judge.quality.features import UNDECIDED, features_of
 from simlab.judge.stats import standard_error
 from simlab.trace.store import Trace
 from simlab.types import DECODE, THROW_AWAY_TURN, Cell, TraceHeader
@@ -177,22 +177,33 @@ def _undecided(shape: Terms) -> Terms:
     """A law whose every term is scaled by how undecided the model was on the text."""
 
     def terms(f: pl.DataFrame) -> dict[str, Floats]:
-        if f["undecided"].null_count():
-            raise InputError(
-                "the trace carries no losses, so it is not known how undecided the model was; "
-                "record a text with simlab record --text"
-            )
+        _want_losses(f)
         return {name: _column(f, "undecided") * values for name, values in shape(f).items()}
 
     return terms
 
 
+def _token_by_token(f: pl.DataFrame) -> dict[str, Floats]:
+    """The same with each token's distance weighed by how undecided the model was at it."""
+    _want_losses(f)
+    return {name: _column(f, name) for name in UNDECIDED[1:]}
+
+
+def _want_losses(f: pl.DataFrame) -> None:
+    if f["undecided"].null_count():
+        raise InputError(
+            "the trace carries no losses, so it is not known how undecided the model was; "
+            "record a text with simlab record --text"
+        )
+
+
+DEFAULT_FORM = "undecided distance + undecided distance^2"
 FORMS: dict[str, Terms] = {
     **_SHAPES,
     **{f"undecided x ({name})": _undecided(shape) for name, shape in _SHAPES.items()},
+    DEFAULT_FORM: _token_by_token,
 }
 """The forms that can be fitted, by name."""
-DEFAULT_FORM = "undecided x (distance + distance^2)"
 
 
 @dataclass(frozen=True)
