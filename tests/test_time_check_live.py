@@ -14,14 +14,17 @@ from simlab.cells import build_cells
 from simlab.cli.main import main
 from simlab.judge.measure import measure
 from simlab.judge.quality.law import recorded_cell
+from simlab.judge.speed.moments import LEAST_TOKENS, moments_of
 from simlab.judge.speed.time_check_live import CheckedRun, LiveCheck, _with_constant, at_speed
-from simlab.judge.speed.time_live import machine_state, run_interleaved
+from simlab.judge.speed.time_live import counted_tokens, machine_state, run_interleaved
 from simlab.judge.speed.token_time import Timings
 from simlab.judge.speed.trace_time_cells import Foretold, TokenWork, by_costs
 from simlab.judge.stats import Interval
 from simlab.judge.validate import planned_graphs, run_live
 from simlab.record.engine import EMBEDDED_MODEL, Engine
+from simlab.record.plan import PlannedGraph
 from simlab.trace.store import open_trace
+from simlab.types import DECODE, PREFILL
 
 ORIGINAL = Path(__file__).resolve().parent.parent / "traces" / "original.trace"
 TEXT = EMBEDDED_MODEL.with_name("text-b.txt")
@@ -91,7 +94,9 @@ def test_scores_by_hand(numbers):
     runs = [run(numbers, 1, 100, 110, 20), run(numbers, 2, 200, 190, 5), run(numbers, 3, 300, 303, 10)]
     runs.append(run(numbers, 0, 500, 5, 1))
     inert = ["inert: as recorded", None, None, None]
-    check = LiveCheck(cells, [numbers] * 4, inert, _with_constant(runs, inert), 16, [99.0], 101.0)
+    check = LiveCheck(
+        cells, [numbers] * 4, inert, _with_constant(runs, inert), 16, [99.0], 101.0, moments_of([]), False
+    )
     assert [r.cell for r in check.scored] == [1, 2, 3]
     np.testing.assert_allclose(check.errors(today=True), [0.1, -0.05, 0.01])
     assert check.median_error(today=True) == pytest.approx(0.05)
@@ -133,6 +138,9 @@ def test_interleaved_runs_are_those_of_lone_runs(tmp_path):
         run_interleaved(trace, cells[0], [cells[1]], None, tmp_path / "runs", repeats=2, n_threads=1)
     )
     assert [(live.cell, live.group) for live in found] == [(-1, 0), (0, 0), (-1, 1), (0, 1)]
+    # The prefill is the first of the first turn; of the second, graphs 32 to 35 are decode tokens 31 to 34.
+    counted = [*range(3, 31), *range(35, 39)]
+    assert all(np.flatnonzero(live.counted).tolist() == counted for live in found)
     for live in found:
         expected = trace if live.cell < 0 else alone
         for table, names in (
@@ -143,12 +151,22 @@ def test_interleaved_runs_are_those_of_lone_runs(tmp_path):
             assert ours.equals(theirs)
 
 
+def test_which_tokens_count():
+    """A prompt in two graphs, then forty tokens: graphs 4 to 31 and 36 to 41 count, from the fifth decoded one on."""
+    prompt = [PlannedGraph(0, PREFILL, i, i + 1, i, i == 1, None) for i in range(2)]
+    decoded = [PlannedGraph(0, DECODE, i, i + 1, i, True, None) for i in range(2, 42)]
+    graphs = [(plan, [1], None) for plan in (*prompt, *decoded)]
+    assert np.flatnonzero(counted_tokens(graphs, 4, True)).tolist() == [*range(4, 30), *range(34, 40)]
+    assert np.flatnonzero(counted_tokens(graphs, 4, False)).tolist() == [*range(4, 40)]
+
+
 @pytest.mark.slow
-def test_a_short_check(tmp_path, capsys):
+def test_a_short_check(tmp_path, capsys, monkeypatch):
     """The table has a line per run, each scored with a yes or no, and the recorded cell is not scored."""
     with Engine(n_threads=1) as engine:
         (cell,) = build_cells(budgets=["2cycles"])
         engine.record_text(engine.tokenize(TEXT.read_bytes())[:56], cell, tmp_path / "base.trace")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     words = ["time", str(tmp_path / "base.trace"), "--check", "--repeats", "1", "--threads", "1"]
     words += ["--budget", "2cycles", "--margin", "0,0.2,0.6"]
     assert main([*words, "--json"]) == 0
@@ -161,3 +179,7 @@ def test_a_short_check(tmp_path, capsys):
         assert one["inside"]["at today's speed"] == (low <= one["live_tok_s"] <= high)
         assert sum(one["live_parts_ms"].values()) == pytest.approx(1e3 / one["live_tok_s"], rel=1e-6)
     assert found["coverage"]["at today's speed"]["n"] == 2
+    # Too short a run to say how far moments are apart.
+    assert found["counted_tokens"] < LEAST_TOKENS
+    assert not found["kept"]
+    assert found["moments"]["looks"] == 0

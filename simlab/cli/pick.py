@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from simlab.judge.pick_live import CheckedPick
     from simlab.judge.pick_settings import Setting
     from simlab.judge.quality.law import QualityModel
+    from simlab.judge.speed.moments import Moments
     from simlab.trace.store import Trace
     from simlab.types import Cell
 
@@ -123,6 +124,7 @@ def _pick(args: argparse.Namespace) -> None:
             f"--live: {trace.path} was not recorded by simlab, so its tokens cannot be run again"
         )
     teller = Foreteller(trace, recorded, train=args.train)
+    moments = teller.moments if teller.later is not None else None
     with Progress("pick: replay") as progress:
         settings = picking.settings_of(trace, teller, cells, law, train=args.train, progress=progress)
     choices = picking.without_twins(settings)
@@ -151,9 +153,9 @@ def _pick(args: argparse.Namespace) -> None:
                 **engine_options(args),
             )
     if args.json:
-        print_json(_to_json(args, law, settings, fit, picks, checked))
+        print_json(_to_json(args, law, settings, fit, picks, checked, moments))
     else:
-        print(_text(args, trace.header.io_mode, law, settings, choices, fit, picks, checked))
+        print(_text(args, trace.header.io_mode, law, settings, choices, fit, picks, checked, moments))
 
 
 def _law(args: argparse.Namespace, trace: Trace) -> QualityModel | None:
@@ -198,6 +200,7 @@ def _to_json(
     fit: Sequence[Setting],
     picks: Sequence[Setting],
     checked: Sequence[CheckedPick],
+    moments: Moments | None,
 ) -> dict[str, Any]:
     places = {id(s): i for i, s in enumerate(settings)}
 
@@ -241,6 +244,7 @@ def _to_json(
         "fit": [places[id(s)] for s in fit],
         "picks": [places[id(s)] for s in picks],
         "live": [live(c) for c in checked],
+        "moments": dataclasses.asdict(moments) if moments is not None else None,
     }
 
 
@@ -264,6 +268,7 @@ def _text(
     fit: Sequence[Setting],
     picks: Sequence[Setting],
     checked: Sequence[CheckedPick],
+    moments: Moments | None,
 ) -> str:
     if args.max_ppl_increase is not None:
         goal = f"at most {100 * args.max_ppl_increase:g} % more perplexity, fastest first"
@@ -313,6 +318,8 @@ def _text(
         align(table),
         "Intervals: 95 % for tokens/s and bytes, 90 % for perplexity; surely: the limit holds at their worse end too.",
     ]
+    if moments is not None:
+        lines.append(f"In those of tokens/s: {moments.words()}.")
     if checked:
         lines += [
             "",

@@ -116,6 +116,7 @@ def _of_trace(args: argparse.Namespace) -> Found:
     found = Found(args.source, trace.header.io_mode, timings, check, read_latencies(trace))
     if profile is not None:
         from simlab.judge.speed.device import profile_of
+        from simlab.judge.speed.moments import known_moments
         from simlab.judge.speed.trace_time_cells import fit_costs
 
         costs = fit_costs(trace, timings)
@@ -123,7 +124,8 @@ def _of_trace(args: argparse.Namespace) -> Found:
             raise InputError(
                 f"--profile-out: {args.source} does not have the time of every read, miss and move"
             )
-        made = profile_of(trace, costs, timings.composition, found.latencies)
+        later = costs.at_another_moment(known_moments(trace.header.cpu))
+        made = profile_of(trace, later, timings.composition, found.latencies)
         write_whole(profile, made.save)
         say_written(profile)
     if not cells:
@@ -143,7 +145,7 @@ def _of_trace(args: argparse.Namespace) -> Found:
         foretold = [
             teller.foretell(r) for r in replay_work(trace, cells, train=args.train, progress=progress)
         ]
-    return dataclasses.replace(found, foretold=foretold)
+    return dataclasses.replace(found, foretold=foretold, moments=teller.moments)
 
 
 def _on_device(args: argparse.Namespace) -> None:

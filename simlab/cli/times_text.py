@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     import polars as pl
 
+    from simlab.judge.speed.moments import Moments
     from simlab.judge.speed.time_check import Judged, TimeCheck
     from simlab.judge.speed.time_check_live import LiveCheck
     from simlab.judge.speed.token_time import Timings
@@ -31,6 +32,7 @@ class Found:
     check: TimeCheck
     latencies: pl.DataFrame | None = None
     foretold: Sequence[Foretold] = ()
+    moments: Moments | None = None
     live: LiveCheck | None = None
 
 
@@ -74,7 +76,9 @@ def _live_json(check: LiveCheck) -> dict[str, Any]:
         }
 
     return {
-        "warm_up_tokens": check.warm_up,
+        "counted_tokens": check.counted,
+        "moments": _fields(check.moments),
+        "kept": check.kept,
         "recorded_tok_s": check.recorded_tok_s,
         "reference_tok_s": list(check.reference_tok_s),
         "inert": list(check.inert),
@@ -97,6 +101,7 @@ def to_json(found: Found) -> dict[str, Any]:
     of_trace = {
         "read_latencies": found.latencies.to_dicts() if found.latencies is not None else None,
         "cells": [foretold_json(f) for f in found.foretold],
+        "moments": _fields(found.moments) if found.moments is not None else None,
         "check": _live_json(found.live) if found.live is not None else None,
     }
     return _plain(
@@ -146,7 +151,7 @@ def report(found: Found) -> str:
     if found.latencies is not None and found.latencies.height:
         lines += ["", *_latency_lines(found.latencies, found.io_mode)]
     if found.foretold:
-        lines += ["", *foretold_lines(found.foretold)]
+        lines += ["", *foretold_lines(found.foretold, moments=found.moments)]
     if found.live is not None:
         lines += ["", *_live_lines(found.live)]
     return "\n".join(lines)
@@ -193,8 +198,18 @@ _HERE = (
 )
 
 
-def foretold_lines(foretold: Sequence[Foretold], what: str = _HERE) -> list[str]:
-    """Cells foretold, as a table under `what`, and what has to be known of it."""
+def _moments_line(moments: Moments) -> str:
+    return f"In the intervals from the trace: {moments.words()}."
+
+
+def foretold_lines(
+    foretold: Sequence[Foretold], what: str = _HERE, moments: Moments | None = None
+) -> list[str]:
+    """Cells foretold, as a table under `what`, and what has to be known of it.
+
+    Args:
+        moments: how far the machine's speed is known to move, where that is in the intervals.
+    """
     table = [["source", "route", "evict", "budget MiB", "MiB/token", "tokens/s", "read wait ms/token",
               "management", "of it policy", "bound"]]  # fmt: skip
     for f in foretold:
@@ -217,6 +232,8 @@ def foretold_lines(foretold: Sequence[Foretold], what: str = _HERE) -> list[str]
             "are what chance does to the mean of a run this long, not what a policy changes beside the bytes:"
         )
     lines = [what, align(table)]
+    if moments is not None and all(f.spread is not None for f in foretold):
+        lines.append(_moments_line(moments))
     if any(f.policy_ms is None for f in foretold):
         lines.append("The policies' own time is not known here; the recorded one's is in the management.")
     return lines
@@ -254,12 +271,14 @@ def _live_lines(check: LiveCheck) -> list[str]:
     loads = [run.machine["load"] for run in check.runs if run.machine["load"] is not None]
     slowest, fastest = min(check.reference_tok_s), max(check.reference_tok_s)
     lines = [
-        f"Foretold and live, tokens/s of decode after {check.warm_up} tokens [{100 * LEVEL:.0f} % intervals]; parts in "
-        "ms, foretold at today's speed / live:",
+        f"Foretold and live, tokens/s over {check.counted} decode tokens [{100 * LEVEL:.0f} % intervals]; parts in ms, "
+        "foretold at today's speed / live:",
         align(table),
         f"The recorded cell: {check.recorded_tok_s:.1f} tokens/s in the trace, {slowest:.1f} to {fastest:.1f} in its "
         f"{len(check.reference_tok_s)} live runs"
         + (f"; load {min(loads):.1f} to {max(loads):.1f}." if loads else "."),
+        _moments_line(check.moments),
+        *(["This check is kept and counts for predictions from now on."] if check.kept else []),
     ]
     if not check.scored:
         return [*lines, "No cell is scored: all are the recorded one or inert."]

@@ -8,8 +8,9 @@ are set beside each run:
   comes from the trace: of the cell itself nothing live is looked at.
 
 Both have intervals. Beside them stand intervals of one width for all cells, taken from calibration residuals: for
-each cell the 95th percentile of what the predictions of the *other* cells were off. The first tokens of every run are
-left out on both sides. Cells that are inert by construction are run and shown but not scored.
+each cell the 95th percentile of what the predictions of the *other* cells were off. The first tokens of every run, and
+of every turn, are left out on both sides. Cells that are inert by construction are run and shown but not scored. What
+the recorded cell took is kept as a look at how far moments of this machine are apart (`moments`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import polars as pl
 
 from simlab.errors import InputError
 from simlab.judge.measure import measure
+from simlab.judge.speed.moments import Moments, keep_look
 from simlab.judge.speed.time_live import run_interleaved
 from simlab.judge.speed.token_time import Floats, Timings
 from simlab.judge.speed.trace_time import timings_of_trace
@@ -43,7 +45,7 @@ METHODS = ("from the trace", "at today's speed", "from the trace, one width", "a
 
 @dataclass(frozen=True)
 class CheckedRun:
-    """One live run with what was foretold for it. Speeds in tokens/s after warm-up."""
+    """One live run with what was foretold for it. Speeds in tokens/s of the tokens that count."""
 
     cell: int
     group: int
@@ -79,10 +81,15 @@ class LiveCheck:
     inert: Sequence[str | None]
     """Why a cell is not scored, null for those that are."""
     runs: Sequence[CheckedRun]
-    warm_up: int
+    counted: int
+    """Tokens of every run that count, after warm-up and turns' beginnings."""
     reference_tok_s: Sequence[float]
     """Of the recorded cell's live runs, one per group."""
     recorded_tok_s: float
+    moments: Moments
+    """What was known of the machine from one moment to another before this check."""
+    kept: bool
+    """Whether this check is kept as a look at that."""
 
     @property
     def scored(self) -> list[CheckedRun]:
@@ -129,46 +136,50 @@ def check_cells(
     say = progress or (lambda _share: None)
     train = options.get("train")
     teller = Foreteller(trace, recorded, train=train)
-    costs = teller.costs
-    if costs is None:
+    costs, later = teller.costs, teller.later
+    if costs is None or later is None:
         raise InputError(
             f"{trace.path}: has no time of every read, miss and eviction, so it cannot be checked live; record it with "
             "simlab record"
         )
     warm_up = min(WARM_UP_TOKENS, len(costs.work.graph) // 4)
+    counted = np.ones(len(costs.work.graph), dtype=bool)
     replayed = [
-        (r.numbers, r.work.after(warm_up), teller.policy_ms(r.numbers.cell))
+        (r.numbers, r.work, teller.policy_ms(r.numbers.cell))
         for r in replay_work(trace, cells, train=train, progress=lambda s: say(0.3 * s))
     ]
-    from_trace = [by_costs(costs, *one) for one in replayed]
     runs: list[CheckedRun] = []
     references: list[float] = []
     with tempfile.TemporaryDirectory(prefix="simlab-live-") as folder:
         today, losses = costs, None
         for live in run_interleaved(
-            trace, recorded, cells, model, Path(folder), repeats=repeats,
+            trace, recorded, cells, model, Path(folder), repeats=repeats, warm_up=warm_up,
             progress=lambda s: say(0.3 + 0.7 * s), **options,
         ):  # fmt: skip
-            found = timings_of_trace(live.trace)
-            tok_s = 1e3 / float(found.wall_ms[warm_up:].mean())
+            found, counted = timings_of_trace(live.trace), live.counted
+            tok_s = 1e3 / float(found.wall_ms[counted].mean())
             if live.cell < 0:
                 references.append(tok_s)
                 today, losses = at_speed(costs, found), _losses(live.trace)
                 continue
+            numbers, work, policy_ms = replayed[live.cell]
+            from_trace, now = (by_costs(of, numbers, work.of(counted), policy_ms) for of in (later, today))
             runs.append(
                 CheckedRun(
-                    live.cell, live.group, tok_s, from_trace[live.cell],
-                    by_costs(today, *replayed[live.cell]), (_NOWHERE, _NOWHERE),
-                    _live_parts(found, warm_up), measure(live.trace, cells[live.cell]),
+                    live.cell, live.group, tok_s, from_trace, now, (_NOWHERE, _NOWHERE),
+                    _live_parts(found, counted), measure(live.trace, cells[live.cell]),
                     _difference(losses, _losses(live.trace)), live.machine,
                 )
             )  # fmt: skip
-    numbers = [one[0] for one in replayed]
-    past = costs.work.after(warm_up)
-    inert = [_inert(past, work, cell) for (_, work, _), cell in zip(replayed, cells, strict=True)]
+    recorded_tok_s = 1e3 / float(costs.wall[counted].mean())
+    header = trace.header
+    ratios = [math.log(recorded_tok_s / tok_s) for tok_s in references]
+    kept = keep_look(header.cpu, header.model, header.created, ratios, int(counted.sum()))
+    past = costs.work.of(counted)
+    inert = [_inert(past, work.of(counted), cell) for (_, work, _), cell in zip(replayed, cells, strict=True)]
     return LiveCheck(
-        cells, numbers, inert, _with_constant(runs, inert), warm_up, references,
-        1e3 / float(costs.wall[warm_up:].mean()),
+        cells, [one[0] for one in replayed], inert, _with_constant(runs, inert), int(counted.sum()), references,
+        recorded_tok_s, teller.moments, kept,
     )  # fmt: skip
 
 
@@ -191,10 +202,10 @@ def _difference(reference: np.ndarray | None, losses: np.ndarray) -> float | Non
     return float(known.mean()) if len(known) else None
 
 
-def _live_parts(found: Timings, warm_up: int) -> dict[str, float]:
+def _live_parts(found: Timings, counted: np.ndarray) -> dict[str, float]:
     assert found.management_ms is not None
     parts = {"compute": found.compute_ms, "management": found.management_ms, "reads": found.exposed_ms}
-    return {name: float(values[warm_up:].mean()) for name, values in parts.items()}
+    return {name: float(values[counted].mean()) for name, values in parts.items()}
 
 
 def at_speed(costs: Costs, reference: Timings) -> Costs:

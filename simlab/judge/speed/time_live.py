@@ -2,8 +2,12 @@
 
 A machine's speed changes within seconds, by tens of percent on a shared one. Runs that follow one another measure
 that as much as they measure the cells. Here every cell of a group has an engine of its own, and the engines take
-turns of a few tokens, there and back (A B B A), over the same token ids; the first cell of every group is the
+turns of some tokens, there and back (A B B A), over the same token ids; the first cell of every group is the
 reference, so that groups can be set beside each other. Where memory holds one engine only, whole runs take turns.
+
+A run that is interrupted finds the processor's caches full of the others' data. In turns of four tokens that made the
+policies' own code a quarter slower, and everything else a tenth to a fifth, than in a run of its own, which is what a
+user has; so turns are long, and the first tokens of each are not counted.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from simlab.cells import effective_k, resolve_budget
 from simlab.errors import InputError
 from simlab.judge.validate import planned_graphs
@@ -23,10 +29,10 @@ from simlab.record.machine import available_memory_bytes
 from simlab.record.plan import PlannedGraph
 from simlab.record.recorder import Recorder
 from simlab.trace.store import Trace, TraceWriter, open_trace
-from simlab.types import Cell, TraceHeader
+from simlab.types import DECODE, Cell, TraceHeader
 
-TURN_TOKENS = 4
-"""Graphs a cell runs before the next one has its turn."""
+TURN_TOKENS, SETTLING_TOKENS = 32, 4
+"""Graphs a cell runs before the next one has its turn, and how many of them are not counted."""
 MOST_TOGETHER = 4
 """Cells of a group, the reference among them: more would stretch a turn's return beyond the machine's moods."""
 _ENGINE_BYTES = 256 << 20
@@ -44,6 +50,8 @@ class LiveTrace:
     group: int
     """Runs of one group shared the machine's moods."""
     trace: Trace
+    counted: np.ndarray
+    """bool `[decode tokens]`: those after which the caches are its own again; `run_interleaved` says which."""
     machine: dict[str, float | None]
     """Load and free memory when the group began (`machine_state`)."""
 
@@ -84,12 +92,14 @@ def run_interleaved(
     folder: Path,
     *,
     repeats: int,
+    warm_up: int = 0,
     progress: Callable[[float], None] | None = None,
     **options: Any,
 ) -> Iterator[LiveTrace]:
     """Run the token ids of a trace live under each cell, `repeats` times, and under the reference in each group.
 
     Args:
+        warm_up: decode tokens at the start of every run that are not counted.
         folder: an existing folder for the recordings.
         options: of `Engine`.
 
@@ -98,6 +108,7 @@ def run_interleaved(
     """
     graphs = planned_graphs(trace)
     together = _together([reference, *cells], trace.header)
+    counted = counted_tokens(graphs, warm_up, together > 1)
     width = max(1, together - 1)
     parts = [list(range(i, min(i + width, len(cells)))) for i in range(0, len(cells), width)]
     if together == 1:
@@ -123,8 +134,21 @@ def run_interleaved(
                     run.advance(TURN_TOKENS)
                 if progress is not None:
                     progress((group + (turn + 1) * TURN_TOKENS / (len(graphs) + TURN_TOKENS)) / len(rounds))
-            found = [LiveTrace(c, group, run.finish(), state) for c, run in zip(members, runs, strict=True)]
+            found = [
+                LiveTrace(c, group, run.finish(), counted, state)
+                for c, run in zip(members, runs, strict=True)
+            ]
         yield from found
+
+
+def counted_tokens(graphs: Graphs, warm_up: int, in_turns: bool) -> np.ndarray:
+    """Which decode tokens count, bool `[decode tokens]`: after the warm-up, and not the first of a turn."""
+    decodes = np.array([plan.phase == DECODE for plan, _, _ in graphs])
+    place = np.arange(len(graphs)) % TURN_TOKENS
+    settled = place >= SETTLING_TOKENS if in_turns else np.ones(len(graphs), dtype=bool)
+    counted = settled[decodes]
+    counted[:warm_up] = False
+    return counted
 
 
 def _together(cells: Sequence[Cell], header: TraceHeader) -> int:

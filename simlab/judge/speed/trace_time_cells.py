@@ -11,8 +11,8 @@ Fits are by least squares on times cut at a percentile; the share of time that p
 A trace without read timings of its own, an import, has the plainer model of `token_time` on its bytes instead.
 
 An interval is for a run as long as the recorded one, on this machine at another moment. It holds the chance of the
-mean of both, the machine's drift, as far as stretches of the recording show it, and a doubt that grows with what
-the cell changes, `DOUBTS`.
+mean of both, the machine's drift from one moment to another (`moments`; within one, what stretches of the recording
+show), and a doubt that grows with what the cell changes, `DOUBTS`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from scipy import optimize, stats
 from simlab.cells import MIB
 from simlab.errors import InputError
 from simlab.judge.quality.features import features_of_replay
+from simlab.judge.speed.moments import Moments, known_moments
 from simlab.judge.speed.token_time import Floats, TimeModel, Timings, fit
 from simlab.judge.speed.trace_time import timings_of_trace
 from simlab.judge.speed.trace_time_policy import rehearsal
@@ -70,9 +71,24 @@ class Spread:
     """Of the machine, between the recording and another run."""
     doubt: float
     """Of the model, for what the cell changes."""
+    drift_freedom: float = math.inf
+    """Degrees of freedom that the drift is known with; the others are taken for known."""
 
     def total(self) -> float:
         return math.sqrt(self.chance**2 + self.drift**2 + self.doubt**2)
+
+    def half(self, more: float = 0.0) -> float:
+        """Half the width of an interval of the logarithm of the mean token time.
+
+        Student's t, its degrees of freedom by Welch and Satterthwaite: the drift's, if all of the error is drift.
+
+        Args:
+            more: one more relative standard error, independent of the others.
+        """
+        total = math.hypot(self.total(), more)
+        share = (self.drift / total) ** 4 if total > 0 else 0.0
+        freedom = self.drift_freedom / share if share > 0 else math.inf
+        return float(stats.t.ppf(0.5 + LEVEL / 2, freedom)) * total
 
 
 @dataclass(frozen=True)
@@ -113,9 +129,9 @@ class TokenWork:
         """Entries moved, a miss and an eviction half each, `[tokens]`."""
         return (self.misses.sum(axis=1) + self.evictions) / 2
 
-    def after(self, tokens: int) -> TokenWork:
-        """Without the first so many tokens."""
-        return TokenWork(self.graph[tokens:], self.misses[tokens:], self.evictions[tokens:])
+    def of(self, tokens: np.ndarray) -> TokenWork:
+        """Some of the tokens, bool `[tokens]`."""
+        return TokenWork(self.graph[tokens], self.misses[tokens], self.evictions[tokens])
 
 
 @dataclass(frozen=True)
@@ -132,7 +148,15 @@ class Costs:
     management_per_move: float
     compute_per_miss: float
     drift: float
-    """Relative standard deviation of the level of a stretch."""
+    """Relative standard deviation of the machine's level: of a stretch's in the recording, or from run to run."""
+    drift_freedom: float = math.inf
+    """Degrees of freedom that the drift is known with."""
+
+    def at_another_moment(self, moments: Moments) -> Costs:
+        """The same with what is known of the machine from one moment to another, if the recording shows no more."""
+        if self.drift > moments.share:
+            return self
+        return replace(self, drift=moments.share, drift_freedom=moments.freedom)
 
     @property
     def pauses(self) -> float:
@@ -172,12 +196,7 @@ class Costs:
         doubt = math.sqrt(sum((DOUBTS[name] * change / wall) ** 2 for name, change in changes.items()))
         errors = self.wall - np.sum(self.parts(self.work, 0.0), axis=0)
         chance = math.sqrt(2) * standard_error([errors]) / float(self.wall.mean())
-        return Spread(chance, self.drift, doubt)
-
-
-def _z() -> float:
-    """Standard errors in half an interval."""
-    return float(stats.norm.ppf(0.5 + LEVEL / 2))
+        return Spread(chance, self.drift, doubt, self.drift_freedom)
 
 
 def fit_costs(trace: Trace, timings: Timings) -> Costs | None:
@@ -240,6 +259,11 @@ class Foreteller:
         train: what policies learn from, as `--train` takes it.
         timings: the trace's, where they are at hand.
 
+    Attributes:
+        costs: what the recorded tokens took, null where the trace does not say; its drift is that of its stretches.
+        later: the same for a run at another moment.
+        moments: how far those are apart on the processor that recorded the trace.
+
     Raises:
         InputError: the trace has no token times, or its tables cannot be read.
     """
@@ -250,13 +274,15 @@ class Foreteller:
         self.timings = timings_of_trace(trace) if timings is None else timings
         self.model = fit(self.timings)
         self.costs = fit_costs(trace, self.timings)
+        self.moments = known_moments(trace.header.cpu)
+        self.later = self.costs.at_another_moment(self.moments) if self.costs is not None else None
         self.policy_ms = policy_times(trace, recorded, train)
 
     def foretell(self, replayed: Replayed) -> Foretold:
-        """The speed of a cell that was replayed from the same trace."""
-        if self.costs is None:
+        """The speed of a cell that was replayed from the same trace, on the same machine at another moment."""
+        if self.later is None:
             return _by_bytes(self.timings, self.model, replayed.numbers, replayed.tokens)
-        return by_costs(self.costs, replayed.numbers, replayed.work, self.policy_ms(replayed.numbers.cell))
+        return by_costs(self.later, replayed.numbers, replayed.work, self.policy_ms(replayed.numbers.cell))
 
 
 def policy_times(
@@ -293,8 +319,7 @@ def by_costs(
     compute, management, wait = (float(part.mean()) for part in costs.parts(work, extra))
     wall, spread = compute + management + wait, costs.spread(work, extra)
     known = spread if math.isfinite(spread.drift) else replace(spread, drift=0.0)
-    factor = math.exp(_z() * known.total())
-    wait_factor = math.exp(_z() * math.hypot(known.total(), DOUBTS["reads"]))
+    factor, wait_factor = math.exp(known.half()), math.exp(known.half(DOUBTS["reads"]))
     parts = {"compute": compute, "management": management, "reads": wait}
     return Foretold(
         numbers=numbers,
