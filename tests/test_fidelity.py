@@ -14,10 +14,12 @@ from simlab.cells import build_cells
 from simlab.cli.main import main
 from simlab.errors import InputError
 from simlab.judge.fidelity.errors import COUNTED, Counts, counts_of_recording, counts_of_replays, errors
+from simlab.judge.fidelity.runs import read_texts
 from simlab.judge.fidelity.trace_set import STEPS, Place, open_set
 from simlab.judge.measure import measure
 from simlab.judge.quality.features import features_of
 from simlab.judge.quality.law import QualityModel, losses_of, recorded_cell
+from simlab.judge.scores.scoring import Engines
 from simlab.judge.stats import block_bootstrap_mean, block_bootstrap_of
 from simlab.replay.run import replay
 from simlab.trace.blend import ENGINE, blend, check_same_events
@@ -263,6 +265,16 @@ def test_the_fidelity_command_sets_replays_beside_live_runs(kept, capsys):
     assert "another run (text_hash differ)" in capsys.readouterr().err
 
 
+def test_each_file_is_cut_as_often_as_is_asked(kept):
+    _, paths = kept
+    with Engines(None, {"buffered": True}) as engines:
+        whole = read_texts(engines, paths, 96)
+        texts = read_texts(engines, paths, 30, (1, 4))
+    assert [text.name for text in texts] == ["text-b", *(f"text-c-{i}" for i in range(1, 5))]
+    assert texts[0].tokens == whole[0].tokens[:30]
+    assert [token for text in texts[1:4] for token in text.tokens] == whole[1].tokens[:90]
+
+
 @pytest.mark.slow
 def test_what_the_model_writes_is_set_beside_the_replay_of_what_it_wrote(kept, capsys):
     folder, texts = kept
@@ -322,6 +334,7 @@ def test_the_quality_command_fits_judges_and_keeps_a_law(kept, capsys):
     [
         (["--recorded", "substitute:L=.3"], "has no budget; write substitute:L=.3@2cycles"),
         (["--stretches", "900"], "ask for fewer"),
+        (["--stretches", "1,2"], "2 numbers for 1 files"),
         (["--text", "nowhere.txt"], "nowhere.txt: No such file"),
     ],
 )

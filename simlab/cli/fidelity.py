@@ -127,14 +127,19 @@ def add_text_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--stretches",
-        type=whole_number(1),
-        default=1,
-        metavar="N",
-        help="make N texts of each file, from starts spread evenly over it",
+        type=_counts,
+        default=(1,),
+        metavar="N,..",
+        help="make N texts of each file, or of each file its own number, from starts spread evenly over it",
     )
     parser.add_argument(
         "--keep", metavar="DIR", help="keep the recordings in this folder, and go on with those it has"
     )
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    """`--stretches`: one whole number or several."""
+    return tuple(whole_number(1)(word) for word in text.split(","))
 
 
 def _margins(text: str) -> tuple[float, ...]:

@@ -28,31 +28,39 @@ _ALIKE = ("model", "text_hash", "route", "knobs", "evict", "scope", "budget_byte
 """What the header of a kept run has to share with the one asked for."""
 
 
-def read_texts(engines: Engines, paths: Sequence[str], n_tokens: int, stretches: int = 1) -> list[Text]:
+def read_texts(
+    engines: Engines, paths: Sequence[str], n_tokens: int, stretches: Sequence[int] = (1,)
+) -> list[Text]:
     """The first tokens of each file, or of several stretches of it, evenly spread from its start.
 
     Args:
         n_tokens: most tokens of a text.
-        stretches: texts made of each file; more than one makes texts named `stem-1`, `stem-2`, ...
+        stretches: texts made of each file, or one number for all; of a file of several, texts are named `stem-1`,
+            `stem-2`, ...
 
     Raises:
-        InputError: a file that cannot be read, is too short for so many stretches, or is named like another.
+        InputError: a file that cannot be read, is too short for so many stretches, or is named like another; more
+            or fewer numbers than files.
     """
     texts: dict[str, Text] = {}
-    for path in paths:
+    if len(stretches) not in (1, len(paths)):
+        raise InputError(
+            f"--stretches: has {len(stretches)} numbers for {len(paths)} files; give one, or one a file"
+        )
+    for path, n in zip(paths, list(stretches) * (len(paths) // len(stretches)), strict=True):
         try:
             ids = engines.get().tokenize(Path(path).read_bytes())
         except OSError as error:
             raise InputError(f"--text {path}: {error.strerror}") from error
         if len(ids) < LEAST_TOKENS:
             raise InputError(f"--text {path}: has {len(ids)} tokens, at least {LEAST_TOKENS} are needed")
-        if stretches > 1 and len(ids) // stretches < n_tokens:
+        if n > 1 and len(ids) // n < n_tokens:
             raise InputError(
-                f"--text {path}: its {len(ids)} tokens do not hold {stretches} stretches of {n_tokens}; ask for fewer"
+                f"--text {path}: its {len(ids)} tokens do not hold {n} stretches of {n_tokens}; ask for fewer"
             )
-        for i in range(stretches):
-            start = i * len(ids) // stretches
-            name = Path(path).stem + (f"-{i + 1}" if stretches > 1 else "")
+        for i in range(n):
+            start = i * len(ids) // n
+            name = Path(path).stem + (f"-{i + 1}" if n > 1 else "")
             if name in texts:
                 raise InputError(f"--text {path}: another text is called {name} too; rename one")
             texts[name] = Text(name, ids[start : start + n_tokens])
