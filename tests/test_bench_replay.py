@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 from synthetic import from_batches, generate, make_header, raw_logits
 
-from simlab.bench import contenders, history
+from simlab.bench import contenders, history, text
 from simlab.bench.generate import PREFILL_TOKENS, generate_trace
 from simlab.bench.replay import check_counts, check_on_the_way, check_slots
 from simlab.bench.scaling import scaling
@@ -24,6 +26,7 @@ from simlab.cells import build_cells
 from simlab.cli.main import main
 from simlab.errors import InputError, RunError
 from simlab.replay.run import sweep
+from simlab.trace.store import open_trace
 
 SMALL = ["--tokens", "12", "--layers", "3", "--experts", "16", "--cells", "4", "--repeats", "2"]
 VARIANTS = [{"parallel": p, "linked": link} for p in (False, True) for link in (False, True)]
@@ -63,6 +66,19 @@ def test_the_loop_gives_the_replayers_counts(hard, hard_cells, truth, variant):
     assert found.counts == truth
     assert found.whole_s >= found.alone_s > 0
     assert sum(found.stages.values()) == pytest.approx(found.whole_s)
+
+
+def test_what_is_in_memory_is_not_read(tmp_path, hard, hard_cells, truth):
+    """The same counts by every contender, after the trace's folder is gone."""
+    copy = tmp_path / "t.trace"
+    shutil.copytree(hard.path, copy)
+    decoded = contenders.in_memory(open_trace(copy))
+    shutil.rmtree(copy)
+    assert contenders.replayer(decoded, hard_cells).counts == truth
+    assert contenders.hand_written(decoded, hard_cells, linked=True).counts == truth
+    plain = [i for i, cell in enumerate(hard_cells) if not cell.margin]
+    found = contenders.ordered_dict(decoded, [hard_cells[i] for i in plain]).counts
+    assert found == [truth[i] for i in plain]
 
 
 def test_the_loop_and_the_replayer_agree_on_the_way(hard, hard_cells, monkeypatch):
@@ -221,19 +237,23 @@ def test_a_grid_has_as_many_cells_as_asked_for(n):
 def test_its_two_forms_and_its_history(capsys, tmp_path):
     past = tmp_path / "h.jsonl"
     assert main(["bench", "replay", *SMALL, "--history", str(past)]) == 0
-    text = capsys.readouterr().out
+    said = capsys.readouterr().out
     for words in ("36 routing events", "replayer", "numba, 1 core", "OrderedDict", "load", "device run"):
-        assert words in text
+        assert words in said
     assert main(["bench", "replay", *SMALL, "--against", str(past), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["workload"]["rows"] == 36
     assert found["slots_equal"] == {"cells": 4, "slots": 4 * 36 * 8}
     for row in found["contenders"]:
-        for figure in ("whole_ns", "alone_ns", "whole_ratio", "alone_ratio"):
+        for figure in ("whole_ns", "memory_ns", "alone_ns", "whole_ratio", "memory_ratio", "alone_ratio"):
             assert 0 < row[figure]["low"] <= row[figure]["median"] <= row[figure]["high"]
         assert row["whole_ns"]["median"] >= row["alone_ns"]["median"]
-    assert found["contenders"][0]["whole_ratio"] == {"median": 1.0, "low": 1.0, "high": 1.0}
-    (line,) = (json.loads(text) for text in past.read_text().splitlines())
+    for which in history.TIMES:
+        assert found["contenders"][0][f"{which}_ratio"] == {"median": 1.0, "low": 1.0, "high": 1.0}
+    assert [r["name"] for r in found["contenders"] if "times_one_core" in r] == [
+        r["name"] for r in found["contenders"] if r["name"].endswith("cores")
+    ]
+    (line,) = (json.loads(row) for row in past.read_text().splitlines())
     assert set(line["machine"]) == {"cpu", "cores"}
     assert found["against"]["commit"] == line["commit"]
     assert {c["name"] for c in found["against"]["changes"]} == {r["name"] for r in found["contenders"]}
@@ -245,6 +265,7 @@ def test_a_history_is_of_one_machine_and_workload(tmp_path):
         "date": "d", "commit": "c", "machine": {"cpu": "x", "cores": 2}, "workload": {"cells": 4},
         "first_run_s": 1.0, "whole_ns": {"a": 2.0, "b": 1.0}, "alone_ns": {"a": 1.0, "b": 1.0},
     }  # fmt: skip
+    # A line from before what is timed in memory was.
     history.append(path, base | {"commit": "first"})
     history.append(path, base | {"commit": "second"})
     history.append(path, base | {"commit": "elsewhere", "machine": {"cpu": "y", "cores": 2}})
@@ -252,9 +273,13 @@ def test_a_history_is_of_one_machine_and_workload(tmp_path):
     past = history.last_of(path, base)
     assert past is not None
     assert past["commit"] == "second"
-    now = base | {"whole_ns": {"a": 4.0, "new": 1.0}, "alone_ns": {"a": 1.0, "new": 1.0}}
+    now = base | {f"{which}_ns": {"a": 4.0, "new": 1.0} for which in history.TIMES}
     (change,) = history.change(past, now)
     assert (change["name"], change["whole_then_ns"], change["whole_now_ns"]) == ("a", 2.0, 4.0)
+    assert "memory_then_ns" not in change
+    assert "memory ns" not in text.change(past, [change])
+    (change,) = history.change(now, now | {"memory_ns": {"a": 3.0, "new": 1.0}})[:1]
+    assert (change["memory_then_ns"], change["memory_now_ns"]) == (4.0, 3.0)
     assert history.last_of(path, base | {"machine": {"cpu": "z", "cores": 1}}) is None
     path.write_text("[]\n")
     with pytest.raises(InputError, match="line 1 is not of simlab bench replay"):
@@ -338,9 +363,15 @@ def test_one_device_and_all_are_timed_in_turns(tmp_path):
         return
     assert found is not None
     assert found["devices"] > 1
-    assert found["ratio"]["median"] == pytest.approx(
-        found["one_s"]["median"] / found["all_s"]["median"], rel=0.9
-    )
+    assert found["cores"] == len(os.sched_getaffinity(0))
+    for name, over, times in (
+        ("one_core_over_all", "one_core_s", 1),
+        ("one_over_all", "one_s", 1),
+        ("ceiling", "one_core_s", found["cores"]),
+    ):
+        under = "every_core_s" if name == "ceiling" else "all_s"
+        low, high = (times * found[over][a] / found[under][b] for a, b in (("low", "high"), ("high", "low")))
+        assert low <= found[name]["median"] <= high
     assert spreading(trace.path, 4, repeats=2) is None
 
 

@@ -1,7 +1,8 @@
-"""The replayer and what it is compared with, each behind one function: from a trace on disk to counts.
+"""The replayer and what it is compared with, each behind one function: from a trace to counts.
 
-Every contender reports two times: `whole`, from the trace's folder to the counts, and `alone`, the part in
-which the cells are replayed, with reading and preparing the rows taken off.
+Every contender reports two times: `whole`, from what it was handed to the counts, and `alone`, the part in which the
+cells are replayed, with reading and preparing the rows taken off. Handed a folder, its whole time holds reading;
+handed a trace `in_memory`, none of it, and still whatever it makes of the rows before it replays them.
 """
 
 from __future__ import annotations
@@ -9,8 +10,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from pathlib import Path
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,9 @@ from simlab.bench import loops
 from simlab.cells import MIB, resolve_budget
 from simlab.errors import InputError
 from simlab.replay.columns import TraceColumns
-from simlab.replay.run import Replayer
+from simlab.replay.run import Replayer, TraceLike
 from simlab.scores import ranking_values, row_statistics
+from simlab.trace.schema import TABLES
 from simlab.trace.store import Trace, open_trace
 from simlab.types import Cell, CellNumbers
 
@@ -47,6 +48,16 @@ class Ran:
     """`[cells, rows, k, 2]`: expert and residency of every slot, if asked for."""
 
 
+def in_memory(trace: Trace) -> Trace:
+    """The trace with its tables decoded, so that whoever replays it reads nothing."""
+    tables = {name: trace.collect(name, getattr(trace, name)).rechunk().lazy() for name in TABLES}
+    return replace(trace, **tables)
+
+
+def _opened(trace: TraceLike) -> Trace:
+    return trace if isinstance(trace, Trace) else open_trace(trace)
+
+
 # -- the replayer --------------------------------------------------------------------------------------------
 
 
@@ -64,13 +75,13 @@ class _TimedTrace(Trace):
         return found
 
 
-def replayer(trace: Path, cells: Sequence[Cell]) -> Ran:
+def replayer(trace: TraceLike, cells: Sequence[Cell]) -> Ran:
     """`simlab.sweep`, taken apart: reading, preparing columns, and the rest, which is the device's run.
 
     Where the replayer overlaps the three, their seconds add up to more than the whole.
     """
     start = time.perf_counter()
-    opened = open_trace(trace)
+    opened = _opened(trace)
     timed = _TimedTrace(**{f.name: getattr(opened, f.name) for f in fields(Trace)})
     opening_s = time.perf_counter() - start
     replay = Replayer(timed, cells)
@@ -106,7 +117,12 @@ def counts_of(numbers: CellNumbers) -> Counts:
 
 
 def hand_written(
-    trace: Path, cells: Sequence[Cell], *, parallel: bool = False, linked: bool = False, slots: bool = False
+    trace: TraceLike,
+    cells: Sequence[Cell],
+    *,
+    parallel: bool = False,
+    linked: bool = False,
+    slots: bool = False,
 ) -> Ran:
     """`loops.one_core` or `loops.parallel` over rows read a stretch at a time.
 
@@ -118,7 +134,7 @@ def hand_written(
         InputError: cells or a trace that the loop does not know (see `check_workload`).
     """
     start = time.perf_counter()
-    loop = Loop(open_trace(trace), cells, parallel=parallel, linked=linked)
+    loop = Loop(_opened(trace), cells, parallel=parallel, linked=linked)
     kept: list[NDArray[np.int32]] = []
     while loop.row < loop.n_rows:
         kept.append(loop.advance(loop.row + _ROWS, slots=slots))
@@ -221,14 +237,14 @@ def _told(row: NDArray[np.int64]) -> dict[str, float]:
 # -- the original routing in plain Python --------------------------------------------------------------------
 
 
-def ordered_dict(trace: Path, cells: Sequence[Cell]) -> Ran:
+def ordered_dict(trace: TraceLike, cells: Sequence[Cell]) -> Ran:
     """An `OrderedDict` per cell over the recorded routing; what a script of an afternoon does.
 
     Raises:
         InputError: cells with a margin, or a trace that the loops do not know.
     """
     start = time.perf_counter()
-    opened = open_trace(trace)
+    opened = _opened(trace)
     if any(cell.margin for cell in cells):
         raise InputError("bench replay: the plain dict replays the original routing only")
     columns = TraceColumns(opened)

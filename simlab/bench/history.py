@@ -12,6 +12,9 @@ from typing import Any
 
 from simlab.errors import InputError, RunError
 
+TIMES = ("whole", "memory", "alone")
+"""What is timed of every contender (`bench/replay.py`); lines of before 30 November 2026, 14:00, lack `memory`."""
+
 
 def machine() -> dict[str, Any]:
     """The processor's name and how many cores this process may use."""
@@ -48,8 +51,10 @@ def entry(found: dict[str, Any]) -> dict[str, Any]:
         "machine": machine(),
         "workload": found["workload"],
         "first_run_s": found["first_run_s"],
-        "whole_ns": {row["name"]: row["whole_ns"]["median"] for row in found["contenders"]},
-        "alone_ns": {row["name"]: row["alone_ns"]["median"] for row in found["contenders"]},
+        **{
+            f"{which}_ns": {row["name"]: row[f"{which}_ns"]["median"] for row in found["contenders"]}
+            for which in TIMES
+        },
     }
 
 
@@ -81,7 +86,7 @@ def last_of(path: Path, now: dict[str, Any]) -> dict[str, Any] | None:
         try:
             past = json.loads(line)
             same = all(past[name] == now[name] for name in ("machine", "workload"))
-            _ = past["date"], past["commit"], past["whole_ns"].items(), past["alone_ns"].items()
+            _ = past["date"], past["commit"], past["whole_ns"].items()
         except (ValueError, KeyError, TypeError, AttributeError):
             raise InputError(f"--against {path}: line {number} is not of simlab bench replay") from None
         if same:
@@ -90,15 +95,17 @@ def last_of(path: Path, now: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def change(past: dict[str, Any], now: dict[str, Any]) -> list[dict[str, Any]]:
-    """Per contender that both have: what it took then and now, whole and alone, in nanoseconds."""
-    return [
-        {
-            "name": name,
-            "whole_then_ns": past["whole_ns"][name],
-            "whole_now_ns": now["whole_ns"][name],
-            "alone_then_ns": past["alone_ns"][name],
-            "alone_now_ns": now["alone_ns"][name],
-        }
-        for name in now["whole_ns"]
-        if name in past["whole_ns"] and name in past["alone_ns"]
-    ]
+    """Per contender that both have what it took then and now, in nanoseconds, of all that both have timed.
+
+    Each is a name and, say, `whole_then_ns` and `whole_now_ns`.
+    """
+    rows = []
+    for name in now["whole_ns"]:
+        if name in past["whole_ns"]:
+            row: dict[str, Any] = {"name": name}
+            for which in TIMES:
+                then = past.get(f"{which}_ns", {}).get(name)
+                if then is not None:
+                    row |= {f"{which}_then_ns": then, f"{which}_now_ns": now[f"{which}_ns"][name]}
+            rows.append(row)
+    return rows

@@ -4,6 +4,10 @@ First every contender replays every cell and all counts must be equal, at the en
 every slot of some cells; only then are they timed, in turns, there and back. The figures are nanoseconds per
 routing event and cell, a routing event being one token at one MoE layer, and how many times the replayer's time
 each contender takes, taken within a repeat, so that a machine that slows down for a while slows all of them.
+
+Each is timed on the same work twice: `whole` from the trace's folder, reading and all, and `memory` from the decoded
+tables in memory, what it prepares of them included. `alone`, a part of `whole`, leaves out what it prepares too, and
+with it work that only some of them have, such as sorting scores.
 """
 
 from __future__ import annotations
@@ -20,10 +24,10 @@ from simlab.bench import contenders
 from simlab.bench.contenders import Ran
 from simlab.bench.scratch import scratch_folder
 from simlab.bench.spreading import spreading
-from simlab.bench.spreads import spread
+from simlab.bench.spreads import Spread, spread
 from simlab.bench.workload import Workload, of_original_routing
 from simlab.errors import RunError
-from simlab.replay.run import Replayer
+from simlab.replay.run import Replayer, TraceLike
 from simlab.replay.slots import replay_slots
 from simlab.trace.store import Trace, open_trace
 from simlab.types import Cell
@@ -41,9 +45,11 @@ class Contender(NamedTuple):
     """One way to replay some of the cells."""
 
     name: str
-    run: Callable[[Path, Sequence[Cell]], Ran]
+    run: Callable[[TraceLike, Sequence[Cell]], Ran]
     places: list[int]
     """Which of the cells it replays."""
+    on_one_core: str = ""
+    """The name of the same loop on one core, for one that is spread over all."""
 
 
 def bench_replay(
@@ -91,17 +97,17 @@ def find_contenders(cells: Sequence[Cell]) -> list[Contender]:
     """The replayer and what it is compared with."""
     everything, original = list(range(len(cells))), of_original_routing(cells)
 
-    def loop(parallel: bool, linked: bool) -> Callable[[Path, Sequence[Cell]], Ran]:
+    def loop(parallel: bool, linked: bool) -> Callable[[TraceLike, Sequence[Cell]], Ran]:
         return lambda trace, some: contenders.hand_written(trace, some, parallel=parallel, linked=linked)
 
     cores = len(os.sched_getaffinity(0))
-    found = [
-        Contender(REPLAYER, contenders.replayer, everything),
-        Contender("numba, 1 core", loop(False, False), everything),
-        Contender(f"numba, {cores} cores", loop(True, False), everything),
-        Contender("numba with a linked list, 1 core", loop(False, True), everything),
-        Contender(f"numba with a linked list, {cores} cores", loop(True, True), everything),
-    ]
+    found = [Contender(REPLAYER, contenders.replayer, everything)]
+    for name, linked in (("numba", False), ("numba with a linked list", True)):
+        one = f"{name}, 1 core"
+        found += [
+            Contender(one, loop(False, linked), everything),
+            Contender(f"{name}, {cores} cores", loop(True, linked), everything, on_one_core=one),
+        ]
     if original:
         found.append(Contender("Python OrderedDict (original routing)", contenders.ordered_dict, original))
     return found
@@ -190,33 +196,47 @@ def check_slots(trace: Trace, cell: Cell) -> int:
 def measure(
     trace: Trace, cells: Sequence[Cell], everyone: Sequence[Contender], repeats: int, progress: Progress
 ) -> dict[str, Any]:
-    """Time all contenders in turns."""
-    ran: list[list[Ran]] = [[] for _ in everyone]
-    there = list(range(len(everyone)))
+    """Time all contenders in turns, each from the folder and from memory."""
+    decoded = contenders.in_memory(trace)
+    ran: dict[str, list[tuple[Ran, Ran]]] = {contender.name: [] for contender in everyone}
     for repeat in range(repeats):
-        for number, place in enumerate(there if repeat % 2 == 0 else there[::-1]):
-            contender = everyone[place]
-            ran[place].append(contender.run(trace.path, [cells[i] for i in contender.places]))
+        for number, contender in enumerate(everyone if repeat % 2 == 0 else everyone[::-1]):
+            some = [cells[i] for i in contender.places]
+            ran[contender.name].append((contender.run(trace.path, some), contender.run(decoded, some)))
             progress((repeat + (number + 1) / len(everyone)) / repeats)
+    seconds = {name: _seconds(mine) for name, mine in ran.items()}
+    own = seconds[REPLAYER]
     rows = []
-    for contender, mine in zip(everyone, ran, strict=True):
+    for contender in everyone:
         # Ratios are per cell, also where a contender replays a few of them only.
         work = trace.n_rows * len(contender.places)
         scale = len(cells) / len(contender.places)
-        paired = list(zip(mine, ran[0], strict=True))
-        rows.append(
-            {
-                "name": contender.name,
-                "cells": len(contender.places),
-                "whole_ns": spread([r.whole_s / work * 1e9 for r in mine])._asdict(),
-                "alone_ns": spread([r.alone_s / work * 1e9 for r in mine])._asdict(),
-                "whole_ratio": spread([scale * r.whole_s / own.whole_s for r, own in paired])._asdict(),
-                "alone_ratio": spread([scale * r.alone_s / own.alone_s for r, own in paired])._asdict(),
-            }
-        )
-    stages = {name: spread([r.stages[name] for r in ran[0]])._asdict() for name in ran[0][0].stages}
+        row: dict[str, Any] = {"name": contender.name, "cells": len(contender.places)}
+        for which, mine in seconds[contender.name].items():
+            row[f"{which}_ns"] = spread([s / work * 1e9 for s in mine])._asdict()
+            row[f"{which}_ratio"] = _ratio([scale * s for s in mine], own[which])._asdict()
+        if contender.on_one_core:
+            one = seconds[contender.on_one_core]["alone"]
+            row["times_one_core"] = _ratio(one, seconds[contender.name]["alone"])._asdict()
+        rows.append(row)
+    whole = [from_folder for from_folder, _ in ran[REPLAYER]]
+    stages = {name: spread([r.stages[name] for r in whole])._asdict() for name in whole[0].stages}
     return {
         "contenders": rows,
         "replayer_stages_s": stages,
-        "replayer_s": spread([r.whole_s for r in ran[0]])._asdict(),
+        "replayer_s": spread([r.whole_s for r in whole])._asdict(),
     }
+
+
+def _seconds(ran: Sequence[tuple[Ran, Ran]]) -> dict[str, list[float]]:
+    """What a contender's repeats took, of runs from the folder and from memory."""
+    return {
+        "whole": [from_folder.whole_s for from_folder, _ in ran],
+        "memory": [from_memory.whole_s for _, from_memory in ran],
+        "alone": [from_folder.alone_s for from_folder, _ in ran],
+    }
+
+
+def _ratio(over: Sequence[float], under: Sequence[float]) -> Spread:
+    """Of times of the same repeats."""
+    return spread([a / b for a, b in zip(over, under, strict=True)])

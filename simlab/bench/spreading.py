@@ -1,7 +1,8 @@
-"""What spreading the lanes over the devices gives: the same sweep on one of them and on all, in turns.
+"""What more cores give: the same sweep on one device of one core, on one device of all, and on all devices; in turns.
 
 JAX settles at its start how many devices a CPU is, so each runs in a process of its own, which is warmed up and then
-replays once each time it is told to.
+replays once each time it is told to. Beside them stands what the machine can give at all: a process on every core, each
+with the whole sweep, all at once, against one of them with the others idle.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,51 +22,86 @@ from simlab.errors import RunError
 from simlab.replay.devices import n_parts
 from simlab.replay.lanes import padded_lanes
 
+_ONE_DEVICE = {"JAX_NUM_CPU_DEVICES": "1"}
+
 
 def spreading(
     trace: Path, n_cells: int, *, repeats: int, progress: Callable[[float], None] | None = None
 ) -> dict[str, Any] | None:
-    """Seconds of `grid(n_cells)` on one device and on all, and their ratio within a repeat; None where the lanes
-    are too few to be spread.
+    """Seconds of `grid(n_cells)` on one core, on one device and on all, and ratios within a repeat; None where the
+    lanes are too few to be spread.
 
     Raises:
-        RunError: a process failed, or the two did not give the same numbers.
+        RunError: a process failed, or two did not give the same numbers.
     """
     say = progress or (lambda _share: None)
     devices = n_parts(padded_lanes(n_cells))
     if devices == 1:
         return None
+    cores = sorted(os.sched_getaffinity(0))
     with ExitStack() as stack:
-        children = [
-            stack.enter_context(_child(trace, n_cells, {"JAX_NUM_CPU_DEVICES": n} if n else {}))
-            for n in ("1", "")
-        ]
-        first = [_answer(child) for child in children]
-        if first[0]["numbers"] != first[1]["numbers"]:
+
+        everyone: list[subprocess.Popen[str]] = []
+        numbers: list[Any] = []
+
+        def child(pinned_to: Sequence[int], setting: dict[str, str]) -> subprocess.Popen[str]:
+            everyone.append(stack.enter_context(_child(trace, n_cells, pinned_to, setting)))
+            # One after the other: most of them want the same programs, which JAX may be keeping on disk.
+            numbers.append(_answer(everyone[-1])["numbers"])
+            return everyone[-1]
+
+        on_each_core = [child([core], _ONE_DEVICE) for core in cores]
+        one_device, all_devices = child(cores, _ONE_DEVICE), child(cores, {})
+        if any(found != numbers[0] for found in numbers):
             raise RunError("bench replay: one device and several do not give the same numbers")
-        ran: list[list[float]] = [[], []]
+        turns = {
+            "one_core_s": on_each_core[:1],
+            "one_s": [one_device],
+            "all_s": [all_devices],
+            "every_core_s": on_each_core,
+        }
+        ran: dict[str, list[float]] = {name: [] for name in turns}
         for repeat in range(repeats):
-            for place in (0, 1) if repeat % 2 == 0 else (1, 0):
-                child = children[place]
-                assert child.stdin is not None
-                child.stdin.write("\n")
-                child.stdin.flush()
-                ran[place].append(_answer(child)["seconds"])
+            for name in list(turns) if repeat % 2 == 0 else reversed(turns):
+                ran[name].append(_together(turns[name]))
             say((repeat + 1) / repeats)
-        for child in children:
-            assert child.stdin is not None
-            child.stdin.close()
+        for one in everyone:
+            assert one.stdin is not None
+            one.stdin.close()
+
+    def ratio(over: str, under: str, times: int = 1) -> dict[str, float]:
+        pairs = zip(ran[over], ran[under], strict=True)
+        return spread([times * a / b for a, b in pairs])._asdict()
+
     return {
         "cells": n_cells,
         "devices": devices,
-        "one_s": spread(ran[0])._asdict(),
-        "all_s": spread(ran[1])._asdict(),
-        "ratio": spread([one / several for one, several in zip(*ran, strict=True)])._asdict(),
+        "cores": len(cores),
+        **{name: spread(seconds)._asdict() for name, seconds in ran.items()},
+        "one_core_over_all": ratio("one_core_s", "all_s"),
+        "one_over_all": ratio("one_s", "all_s"),
+        "ceiling": ratio("one_core_s", "every_core_s", len(cores)),
     }
 
 
-def _child(trace: Path, n_cells: int, setting: dict[str, str]) -> subprocess.Popen[str]:
-    code = f"from simlab.bench.spreading import serve; serve({str(trace)!r}, {n_cells})"
+def _together(children: Sequence[subprocess.Popen[str]]) -> float:
+    """Seconds until each of some processes has replayed once, all at the same time."""
+    start = time.perf_counter()
+    for child in children:
+        assert child.stdin is not None
+        child.stdin.write("\n")
+        child.stdin.flush()
+    for child in children:
+        _answer(child)
+    return time.perf_counter() - start
+
+
+def _child(trace: Path, n_cells: int, cores: Sequence[int], setting: dict[str, str]) -> subprocess.Popen[str]:
+    # JAX counts the cores when it starts.
+    code = (
+        f"import os; os.sched_setaffinity(0, {list(cores)!r}); "
+        f"from simlab.bench.spreading import serve; serve({str(trace)!r}, {n_cells})"
+    )
     return subprocess.Popen(
         [sys.executable, "-c", code],
         stdin=subprocess.PIPE,
@@ -87,14 +123,12 @@ def _answer(child: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def serve(trace: str, n_cells: int) -> None:
-    """Replay once and print the counts; then once for each line read, and print the seconds."""
+    """Replay once and print the counts; then once for each line read, and say when it is done."""
     from simlab.bench import contenders
     from simlab.bench.workload import grid
 
     cells = grid(n_cells)
-    numbers = contenders.replayer(Path(trace), cells).counts
-    print(json.dumps({"numbers": numbers}), flush=True)
+    print(json.dumps({"numbers": contenders.replayer(trace, cells).counts}), flush=True)
     for _ in sys.stdin:
-        start = time.perf_counter()
-        contenders.replayer(Path(trace), cells)
-        print(json.dumps({"seconds": time.perf_counter() - start}), flush=True)
+        contenders.replayer(trace, cells)
+        print(json.dumps({}), flush=True)

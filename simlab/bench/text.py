@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from simlab.bench.history import TIMES
 from simlab.cli.output import align
 
 
@@ -19,24 +20,15 @@ def comparison(found: dict[str, Any]) -> str:
     """The replayer beside the others."""
     work = found["workload"]
     equal = found["slots_equal"]
-    lines = [["", "whole ns", "alone ns", "whole / replayer's", "alone / replayer's"]]
+    lines = [["", *(f"{which} ns" for which in TIMES), *(f"{which} / replayer's" for which in TIMES)]]
     for row in found["contenders"]:
         lines.append(
             [
                 row["name"],
-                _ns(row["whole_ns"]),
-                _ns(row["alone_ns"]),
-                _times(row["whole_ratio"]),
-                _times(row["alone_ratio"]),
+                *(_ns(row[f"{which}_ns"]) for which in TIMES),
+                *(_times(row[f"{which}_ratio"]) for which in TIMES),
             ]
         )
-    both = found["spreading"]
-    one_and_all = (
-        f"lanes on one device {_times(both['one_s'])} s, on {both['devices']} {_times(both['all_s'])} s: "
-        f"{_times(both['ratio'])} times as fast, in processes of their own"
-        if both
-        else "too few lanes to be spread over devices, or one device"
-    )
     stages = ", ".join(f"{name} {_times(s)} s" for name, s in found["replayer_stages_s"].items())
     return "\n".join(
         [
@@ -46,11 +38,35 @@ def comparison(found: dict[str, Any]) -> str:
             f"{equal['slots']} slots of {equal['cells']} cells",
             "",
             "Nanoseconds per routing event and cell, and times the replayer's; median [least..most].",
-            "Whole is from the trace's folder to the counts; alone leaves out reading and preparing the rows.",
+            "Whole is from the trace's folder to the counts; memory is from the decoded tables to the counts; alone is",
+            "whole without reading and preparing the rows, of which the replayer has more to do than the loops.",
             align(lines),
             f"replayer: first call in this process {found['first_run_s']:.2f} s, "
             f"later {_times(found['replayer_s'])} s: {stages}",
-            one_and_all,
+            *(
+                f"{row['name']}: {_times(row['times_one_core'])} times as fast, alone, as on one core"
+                for row in found["contenders"]
+                if "times_one_core" in row
+            ),
+            _spreading(found["spreading"]),
+        ]
+    )
+
+
+def _spreading(found: dict[str, Any] | None) -> str:
+    """What more cores and devices give."""
+    if found is None:
+        return "too few lanes to be spread over devices, or one device"
+    devices, cores = found["devices"], found["cores"]
+    one, single, every = (_times(found[name]) for name in ("one_core_s", "one_s", "every_core_s"))
+    return "\n".join(
+        [
+            f"The sweep in processes of its own: one device on one core {one} s, one device on all {cores} cores "
+            f"{single} s, {devices} devices {_times(found['all_s'])} s.",
+            f"{devices} devices are {_times(found['one_core_over_all'])} times as fast as one on one core, and "
+            f"{_times(found['one_over_all'])} times as fast as one on all cores.",
+            f"{cores} such sweeps at once, each on a core of its own: {every} s, so that {cores} cores of this machine "
+            f"do {_times(found['ceiling'])} times the work of one. More no spreading can gain.",
         ]
     )
 
@@ -105,11 +121,12 @@ def command_sweep(found: dict[str, Any]) -> str:
 
 def change(past: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     """Now beside an earlier run."""
-    lines = [["", "whole then", "now", "now / then", "alone then", "now", "now / then"]]
+    lines = [["", *(word for which in TIMES for word in (f"{which} then", "now", "now / then"))]]
     for row in rows:
         words = []
-        for which in ("whole", "alone"):
-            then, now = row[f"{which}_then_ns"], row[f"{which}_now_ns"]
-            words += [f"{then:.1f}", f"{now:.1f}", f"{now / then:.2f}" if then else "-"]
+        for which in TIMES:
+            then, now = row.get(f"{which}_then_ns"), row.get(f"{which}_now_ns")
+            both = then is not None and now is not None
+            words += [f"{then:.1f}", f"{now:.1f}", f"{now / then:.2f}"] if both else ["-"] * 3
         lines.append([row["name"], *words])
     return f"Against {past['commit']} of {past['date']}, nanoseconds:\n" + align(lines)
