@@ -317,6 +317,8 @@ def test_the_quality_command_fits_judges_and_keeps_a_law(kept, capsys):
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["law"]["calibrated_on"] == 4
+    assert [of["text"] for of in found["by_text"]] == ["text-b", "text-c"]
+    assert found["if_true"]["median_interval"][0] <= found["if_true"]["median"]
     assert {v["judged_on"] for v in found["verdicts"]} == {"margins", "margins left out"}
     assert len(found["runs"]) == 6 * len({v["form"] for v in found["verdicts"]})
     model = QualityModel.load(law)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from simlab.cells import build_cells
 from simlab.errors import InputError
-from simlab.judge.quality.check import JudgedRun, LiveRun, leave_texts_out, verdict
+from simlab.judge.quality.check import JudgedRun, LiveRun, leave_texts_out, level, perfect, verdict
 from simlab.judge.quality.features import FEATURES, UNDECIDED, features_of, features_of_recording
 from simlab.judge.quality.law import FORMS, Calibration, QualityModel, calibrate, losses_of, recorded_cell
 from simlab.judge.quality.runs import calibrates, without_budget
@@ -307,6 +307,43 @@ def test_a_verdict_by_hand():
     assert (found.held.held, found.held.n) == (2, 3)
     # Widths 0.2, 0.2, 0.5; the one that missed, by 0.1, pays 2 / 0.1 of that.
     assert found.held.mean_score == pytest.approx((0.2 + 0.2 + 0.5 + 20 * 0.1) / 3)
+
+
+def test_the_level_of_a_text_by_hand():
+    (cell,) = build_cells(budgets=["2cycles"], margins=["0.3"])
+    runs = [
+        JudgedRun("f", "b", cell, True, live, error, foretold, 0.0, 1.0)
+        for live, error, foretold in ((0.1, 0.1, 0.2), (0.9, 0.2, 0.6))
+    ]
+    # Weighted least squares through zero: (0.2 x 0.1 / 0.01 + 0.6 x 0.9 / 0.04) / (0.2^2 / 0.01 + 0.6^2 / 0.04).
+    assert level(runs) == pytest.approx((2 + 13.5) / (4 + 9))
+
+
+def test_what_a_true_law_gets_is_a_little_more_than_chance_and_less_on_more_texts():
+    form, generator = next(iter(FORMS)), np.random.default_rng(2)
+
+    def runs(n_texts: int, *, alike: bool) -> list[LiveRun]:
+        """Runs whose tokens are as lucky as is said of them, each its own or all of a text alike."""
+        found = []
+        luck = {str(i): generator.normal(size=(512, 6)) for i in range(n_texts)}
+        for i, live in enumerate(made_live(list(luck))):
+            cell, run = live.cell, live.run
+            error = 0.2 * run.delta_nll
+            of_run = luck[run.text][:, 0 if alike else i % 6]
+            differences = run.delta_nll + error * math.sqrt(512) * of_run
+            found.append(LiveRun(cell, run._replace(standard_error=error, differences=differences)))
+        return found
+
+    few, many, alike = (
+        perfect(runs(n, alike=a), lambda cell: True, form, n_draws=25)
+        for n, a in ((2, False), (6, False), (6, True))
+    )
+    assert 0.6 < many.median < 0.85
+    assert many.median < few.median < 1.2
+    assert 1.2 < many.percentile_90 < 2.0
+    # Runs that share their luck are as good as fewer.
+    widths = [p.median_interval.high - p.median_interval.low for p in (many, alike)]
+    assert widths[0] < 0.8 * widths[1]
 
 
 def test_coverage_refuses_what_it_cannot_count():

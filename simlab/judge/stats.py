@@ -67,7 +67,7 @@ def block_bootstrap_mean(
     """
     if sum(len(values) for values in series) < 2:
         return UNKNOWN
-    return _percentiles(_resampled_means(series, block, n_resamples, seed))
+    return percentiles(resampled_means(series, block, n_resamples, seed))
 
 
 def standard_error(
@@ -80,7 +80,7 @@ def standard_error(
     """Standard error of the mean over all values, from the blocks of `block_bootstrap_mean`; NaN below two values."""
     if sum(len(values) for values in series) < 2:
         return math.nan
-    return float(_resampled_means(series, block, n_resamples, seed).std())
+    return float(resampled_means(series, block, n_resamples, seed).std())
 
 
 def block_bootstrap_of(
@@ -108,15 +108,16 @@ def block_bootstrap_of(
         if sum(len(values) for values in series) < 2:
             found = np.full((n_resamples, len(chosen)), math.nan)
         else:
-            found = _resampled_means(series, block, n_resamples, seed + group)
+            found = resampled_means(series, block, n_resamples, seed + group)
         for place, i in enumerate(chosen):
             means[i] = found[:, place]
     with np.errstate(divide="ignore", invalid="ignore"):
         values = np.asarray(statistic(*means))
-    return [_percentiles(of[np.isfinite(of)]) for of in values]
+    return [percentiles(of[np.isfinite(of)]) for of in values]
 
 
-def _percentiles(values: np.ndarray) -> Interval:
+def percentiles(values: np.ndarray) -> Interval:
+    """The interval that holds the middle 95 % of draws `[n]`."""
     if not len(values):
         return UNKNOWN
     tail = 100 * (1 - LEVEL) / 2
@@ -124,8 +125,11 @@ def _percentiles(values: np.ndarray) -> Interval:
     return Interval(float(low), float(high))
 
 
-def _resampled_means(series: Sequence[np.ndarray], block: int, n_resamples: int, seed: int) -> np.ndarray:
-    """float64 `[n_resamples, ...]`: means over all values of resampled series `[n, ...]`; equal seeds draw alike."""
+def resampled_means(series: Sequence[np.ndarray], block: int, n_resamples: int, seed: int) -> np.ndarray:
+    """float64 `[n_resamples, ...]`: means over all values of resampled series `[n, ...]`; equal seeds draw alike.
+
+    What the further axes hold is drawn in the same blocks, so that it stays as alike as it is.
+    """
     generator = np.random.default_rng(seed)
     totals = np.zeros((n_resamples, *np.shape(series[0])[1:]))
     for values in series:

@@ -11,14 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
 
 from simlab.errors import InputError
 from simlab.judge.quality.law import FORMS, LEVEL, Calibration, QualityModel
-from simlab.judge.stats import Coverage, coverage
+from simlab.judge.stats import BLOCK_TOKENS, Coverage, Interval, coverage, percentiles, resampled_means
 from simlab.types import Cell
+
+N_DRAWS = 50
+"""Of live differences, to say what a perfect law would get."""
 
 
 @dataclass(frozen=True)
@@ -117,3 +121,56 @@ def verdict(judged: Sequence[JudgedRun]) -> Verdict:
         float(np.median(signed)),
         coverage(low, high, truth, LEVEL),
     )
+
+
+class Perfect(NamedTuple):
+    """What a law that is true would get, over draws of what chance does to the live runs: means and 95 % intervals."""
+
+    median: float
+    median_interval: Interval
+    percentile_90: float
+    percentile_90_interval: Interval
+
+
+def perfect(
+    runs: Sequence[LiveRun],
+    calibrates: Callable[[Cell], bool],
+    form: str,
+    *,
+    n_draws: int = N_DRAWS,
+    seed: int = 0,
+) -> Perfect:
+    """How `leave_texts_out` would judge a form if the law that is fitted on all runs were the truth.
+
+    Live differences are drawn about that law: blocks of a text's tokens, the same in all its runs, which share their
+    tokens' luck. Laws are then fitted and judged as they are on what was measured.
+
+    Args:
+        runs: each with its `differences`.
+    """
+    model = QualityModel.fit([live.run for live in runs if calibrates(live.cell)], form)
+    of_text: dict[str, list[LiveRun]] = {}
+    for live in runs:
+        of_text.setdefault(live.run.text, []).append(live)
+    drawn: list[list[LiveRun]] = [[] for _ in range(n_draws)]
+    for place, some in enumerate(of_text.values()):
+        truth = model.predict(pl.DataFrame([dict(live.run.features) for live in some]))
+        values = np.stack([live.run.differences for live in some], axis=1)
+        chance = resampled_means([values], BLOCK_TOKENS, n_draws, seed + place) - values.mean(axis=0)
+        for draw, off in zip(drawn, chance, strict=True):
+            draw += [
+                LiveRun(live.cell, live.run._replace(delta_nll=true.delta_nll + float(by)))
+                for live, true, by in zip(some, truth, off, strict=True)
+            ]
+    found = [verdict(leave_texts_out(draw, calibrates, (form,))) for draw in drawn]
+    medians, tails = (np.array([getattr(v, name) for v in found]) for name in ("median", "percentile_90"))
+    return Perfect(float(medians.mean()), percentiles(medians), float(tails.mean()), percentiles(tails))
+
+
+def level(judged: Sequence[JudgedRun]) -> float:
+    """Live rises as a share of what was foretold of them, each weighed by how well it is known."""
+    foretold, live, error = (
+        np.array([getattr(run, name) for run in judged])
+        for name in ("predicted", "delta_nll", "standard_error")
+    )
+    return float((foretold * live / error**2).sum() / (foretold**2 / error**2).sum())

@@ -54,6 +54,8 @@ class Calibration(NamedTuple):
     standard_error: float
     """Of that mean, over blocks of tokens."""
     text: str = ""
+    differences: Floats = np.zeros(0)
+    """`[tokens]`: what `delta_nll` is the mean of."""
 
 
 def calibrate(
@@ -85,7 +87,9 @@ def calibrate(
             raise InputError(f"{recording.path}: is not of the same tokens as {original.path}")
         # Turns are windows of one text: its tokens in order.
         difference = both["nll_live"].to_numpy() - both["nll"].to_numpy()
-        found.append(Calibration(row, float(difference.mean()), standard_error([difference]), text))
+        found.append(
+            Calibration(row, float(difference.mean()), standard_error([difference]), text, difference)
+        )
     return found
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from simlab.errors import InputError
 from simlab.judge.fidelity.grid import original_cell
 from simlab.judge.fidelity.runs import RunStore
-from simlab.judge.quality.check import JudgedRun, LiveRun, leave_texts_out
+from simlab.judge.quality.check import JudgedRun, LiveRun, Perfect, leave_texts_out, perfect
 from simlab.judge.quality.law import FORMS, QualityModel, calibrate
 from simlab.judge.scores.ppl import Text
 from simlab.judge.scores.scoring import Tick
@@ -24,6 +24,8 @@ class Quality:
     runs: list[LiveRun]
     judged: list[JudgedRun]
     """Empty with a single text, which leaves nothing to fit on."""
+    perfect: Perfect | None
+    """What the form would get on the margins if it were true; None with a single text."""
 
 
 def live_runs(
@@ -49,9 +51,14 @@ def live_runs(
     return found
 
 
+def is_margin(cell: Cell) -> bool:
+    """Whether a cell substitutes by a margin and does nothing else."""
+    return cell.margin is not None and len(cell.route.steps) == 1
+
+
 def calibrates(cell: Cell, margins: Sequence[float], budgets: Sequence[str]) -> bool:
     """Whether a cell is one that laws are fitted on: substitution alone, at these margins and budgets."""
-    return len(cell.route.steps) == 1 and cell.margin in margins and cell.budget.text in budgets
+    return is_margin(cell) and cell.margin in margins and cell.budget.text in budgets
 
 
 def judge(
@@ -75,7 +82,8 @@ def judge(
         raise InputError(f"--calibrate {said}: no live run has such a margin at {', '.join(budgets)}")
     several = len({live.run.text for live in runs}) > 1
     judged = leave_texts_out(runs, fits, tuple(FORMS)) if several else []
-    return Quality(QualityModel.fit(chosen, form), list(runs), judged)
+    best = perfect([live for live in runs if is_margin(live.cell)], fits, form) if several else None
+    return Quality(QualityModel.fit(chosen, form), list(runs), judged, best)
 
 
 def without_budget(

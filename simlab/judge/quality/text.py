@@ -8,10 +8,9 @@ from typing import Any
 
 from simlab.charts.words import route_label
 from simlab.cli.output import align
-from simlab.judge.quality.check import JudgedRun, Verdict, verdict
+from simlab.judge.quality.check import JudgedRun, Perfect, Verdict, level, verdict
 from simlab.judge.quality.law import LEVEL
-from simlab.judge.quality.runs import Quality
-from simlab.types import Cell
+from simlab.judge.quality.runs import Quality, is_margin
 
 _LEGEND = (
     "Errors are in standard errors of the live difference, which is itself known no better: with a perfect law the\n"
@@ -21,14 +20,10 @@ _LEGEND = (
 )
 
 
-def _is_margin(cell: Cell) -> bool:
-    return cell.margin is not None and len(cell.route.steps) == 1
-
-
 _SETS: dict[str, Callable[[JudgedRun], bool]] = {
-    "margins": lambda run: _is_margin(run.cell),
-    "margins left out": lambda run: _is_margin(run.cell) and not run.calibrated,
-    "other policies": lambda run: not _is_margin(run.cell),
+    "margins": lambda run: is_margin(run.cell),
+    "margins left out": lambda run: is_margin(run.cell) and not run.calibrated,
+    "other policies": lambda run: not is_margin(run.cell),
 }
 """Sets of runs that verdicts are given for."""
 _BUDGET = "budgets left out"
@@ -37,7 +32,7 @@ _BUDGET = "budgets left out"
 def verdicts(found: Quality, apart: Sequence[JudgedRun]) -> list[tuple[str, Verdict]]:
     """What became of every form on every set of runs that there is, best 90th percentile first."""
     sets = {name: [run for run in found.judged if chosen(run)] for name, chosen in _SETS.items()}
-    sets[_BUDGET] = [run for run in apart if _is_margin(run.cell)]
+    sets[_BUDGET] = [run for run in apart if is_margin(run.cell)]
     told = []
     for name, runs in sets.items():
         forms = dict.fromkeys(run.form for run in runs)
@@ -55,8 +50,10 @@ def quality_text(found: Quality, apart: Sequence[JudgedRun]) -> str:
         f"fitted on {model.calibrated_on} live runs; its own error is {100 * model.relative_spread:.0f} % of the rise"
     ]
     if found.judged:
+        kept = [run for run in found.judged if run.form == model.form]
         parts.append(_verdict_table(verdicts(found, apart)) + "\n" + _LEGEND)
-        parts.append(_run_table([run for run in found.judged if run.form == model.form]))
+        parts.append(_text_table(kept, found.perfect))
+        parts.append(_run_table(kept))
     else:
         parts.append("one text leaves none to judge on: give two or more")
     return "\n\n".join(parts)
@@ -80,6 +77,39 @@ def _verdict_table(told: Sequence[tuple[str, Verdict]]) -> str:
             ]
         )
     return align(lines)
+
+
+def _by_text(kept: Sequence[JudgedRun]) -> list[tuple[str, Verdict, float]]:
+    """Of the margins of each text: verdict, and live rises as a share of what was foretold."""
+    margins = [run for run in kept if is_margin(run.cell)]
+    texts = {
+        name: [run for run in margins if run.text == name] for name in dict.fromkeys(r.text for r in margins)
+    }
+    return [(name, verdict(runs), level(runs)) for name, runs in texts.items()]
+
+
+def _text_table(kept: Sequence[JudgedRun], best: Perfect | None) -> str:
+    lines = [["margins of", "runs", "median", "90th percentile", "bias", "held %", "live / foretold"]]
+    for name, v, share in _by_text(kept):
+        lines.append(
+            [
+                name,
+                str(v.runs),
+                f"{v.median:.2f}",
+                f"{v.percentile_90:.2f}",
+                f"{v.bias:+.2f}",
+                f"{100 * v.held.held / v.held.n:.0f}",
+                f"{share:.2f}",
+            ]
+        )
+    said = align(lines)
+    if best is not None:
+        a, b = best.median_interval, best.percentile_90_interval
+        said += (
+            f"\nif the law were true: median {best.median:.2f} [{a.low:.2f}, {a.high:.2f}], 90th percentile "
+            f"{best.percentile_90:.2f} [{b.low:.2f}, {b.high:.2f}], fitted on as many texts (simulated)"
+        )
+    return said
 
 
 def _run_table(judged: Sequence[JudgedRun]) -> str:
@@ -123,6 +153,11 @@ def quality_json(found: Quality, apart: Sequence[JudgedRun]) -> dict[str, Any]:
     return {
         "law": asdict(found.model),
         "verdicts": [of_verdict(name, v) for name, v in verdicts(found, apart)],
+        "by_text": [
+            {**of_verdict("margins", v), "text": name, "live_by_foretold": share}
+            for name, v, share in _by_text([run for run in found.judged if run.form == found.model.form])
+        ],
+        "if_true": found.perfect._asdict() if found.perfect is not None else None,
         "runs": [of_run(run) for run in found.judged],
         "budgets_left_out": [of_run(run) for run in apart],
     }
