@@ -40,6 +40,30 @@ def test_without_a_folder_nothing_is_kept(environment, tmp_path):
     assert not of_jax(environment)
 
 
+def test_programs_used_least_lately_go_first(tmp_path):
+    for age, name in enumerate(("new", "read_lately", "old", "oldest")):
+        (tmp_path / name).write_bytes(bytes(100))
+        at = 1_000_000 - 1000 * age
+        os.utime(tmp_path / name, (at + 5000 if name == "read_lately" else at, at))
+    programs.bound(tmp_path, 400)
+    assert len(list(tmp_path.iterdir())) == 4
+    programs.bound(tmp_path, 250)
+    assert {file.name for file in tmp_path.iterdir()} == {"new", "read_lately"}
+    programs.bound(tmp_path / "missing", 0)
+
+
+def test_the_kept_programs_are_bounded(environment, tmp_path, monkeypatch):
+    programs.keep_programs()
+    folder = tmp_path / "simlab" / "programs" / programs.processor()
+    (folder / "program-cache").write_bytes(bytes(10))
+    programs.keep_programs()
+    assert (folder / "program-cache").exists()
+    del environment["JAX_COMPILATION_CACHE_DIR"]
+    monkeypatch.setattr(programs, "MOST_BYTES", 9)
+    programs.keep_programs()
+    assert not any(folder.iterdir())
+
+
 def test_processors_differ_by_their_flags(tmp_path):
     names = set()
     for number, flags in enumerate(("sse2 avx2", "sse2 avx2 avx512f")):
