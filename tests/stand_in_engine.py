@@ -40,7 +40,7 @@ def write_route(trace, path: Path) -> None:
 
 
 def write_metrics(trace, path: Path, args) -> None:
-    """`bmoe_metrics v2` of its decoded tokens."""
+    """`bmoe_metrics v2` of its decoded tokens; of a text that is scored the heading only, as the family does."""
     tokens = trace.tokens.filter((pl.col("turn") >= 0) & (pl.col("phase") == 1)).collect()
     n_prompt = trace.routing.filter(pl.col("phase") == 0).select(pl.col("step").n_unique()).collect().item()
     lines = [
@@ -49,18 +49,35 @@ def write_metrics(trace, path: Path, args) -> None:
         f"# moe_stream=1 cache_mb={args.cache_mb} o_direct=1 overlap=0 drop_cold_frac={args.drop_cold_experts}",
         "step,steps,wall_ms,io_ms,compute_ms,read_bytes,cache_hit_pct,stall_ms,mgmt_ms",
     ]
+    if args.ppl:
+        path.write_text("\n".join(lines) + "\n")
+        return
     for i, row in enumerate(tokens.iter_rows(named=True)):
         wall, wait, management = (row[n] / 1e6 for n in ("wall_ns", "read_wait_ns", "management_ns"))
         lines.append(
             f"{i + 1},{len(tokens)},{wall:.3f},{wait:.3f},{wall - wait - management:.3f},{row['window_bytes']},50,0,"
             f"{management:.3f}"
         )
-    nll = tokens["nll"].mean()
-    said = f" ppl={2.718281828459045**nll:.6f}" if nll is not None else ""
     lines.append(
-        f"# summary tokens={len(tokens)} n_prompt={n_prompt} experts_substituted={tokens['substituted'].sum()}{said}"
+        f"# summary tokens={len(tokens)} n_prompt={n_prompt} experts_substituted={tokens['substituted'].sum()}"
     )
     path.write_text("\n".join(lines) + "\n")
+
+
+def say_score(trace) -> None:
+    """What the family prints of a text that was scored."""
+    tokens = trace.tokens.filter((pl.col("turn") >= 0) & (pl.col("phase") == 1)).collect()
+    slots = trace.routing.filter((pl.col("turn") >= 0) & (pl.col("phase") == 1)).collect()["experts"].len()
+    slots *= trace.header.n_expert_used
+    nll, hits = tokens["nll"].mean(), tokens["hit"].sum()
+    print(
+        f"ppl: {2.718281828459045**nll:.4f}  nll: {nll:.5f}  next-token hits: {hits}/{len(tokens)} "
+        f"({100 * hits / len(tokens):.1f}%)  1.00 s"
+    )
+    print(
+        f"ppl-policy: {tokens['dropped'].sum()}/{slots} routed experts dropped, "
+        f"{tokens['substituted'].sum()}/{tokens['reranked'].sum()} reranked slots substituted"
+    )
 
 
 def main() -> None:
@@ -105,6 +122,8 @@ def main() -> None:
         trace = open_trace(out)
         write_route(trace, Path(args.route_trace))
         write_metrics(trace, Path(args.csv), args)
+        if args.ppl:
+            say_score(trace)
 
 
 if __name__ == "__main__":

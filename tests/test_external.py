@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from simlab.judge.external import external_numbers
 from simlab.judge.measure import measure
 from simlab.judge.validate import planned_graphs, run_live
 from simlab.record.engine import EMBEDDED_MODEL, Engine
-from simlab.record.external import ExternalEngine, ExternalRun, Source
+from simlab.record.external import ExternalEngine, ExternalRun, Source, _has_rows, _loss, _substituted
 from simlab.trace.importer import import_files
 from simlab.trace.store import open_trace
 
@@ -112,19 +113,19 @@ def test_recorded_outputs(tmp_path):
     """Counted from the engine's own files; the totals are those of its summary line."""
     files = [str(shared(f"engine/{name}.csv")) for name in ("route", "metrics")]
     trace = open_trace(import_files(files, str(tmp_path / "t.trace")))
-    numbers = external_numbers(ExternalRun(trace, {}, 3.5), one(drops=["0.75"]))
+    numbers = external_numbers(ExternalRun(trace, 1.25), one(drops=["0.75"]))
     words = dict(w.split("=") for w in Path(files[1]).read_text().splitlines()[-1].split()[2:])
     assert numbers.all.evictions == int(words["evictions"])
     assert numbers.all.rereads == int(words["rereads"])
     assert numbers.decode.dropped == int(words["experts_dropped"])
     assert numbers.all.hit_rate == pytest.approx(float(words["cache_hit_pct"]) / 100, abs=5e-4)
     assert numbers.tok_s == pytest.approx(float(words["tok/s"]), rel=1e-3)
-    assert numbers.ppl == 3.5
-    assert numbers.note is None
+    assert numbers.ppl == pytest.approx(math.exp(1.25))
+    assert numbers.note == "its perplexity is one figure of the whole text, so chance in it is not known"
     low, speed, high = with_interval(numbers, "tok_s")
     assert low < speed < high
     assert set(numbers.intervals) >= {"hit_rate", "read_mib_per_token"}
-    other = external_numbers(ExternalRun(trace, {}, None), one("2MiB", drops=["0.75"]))
+    other = external_numbers(ExternalRun(trace), one("2MiB", drops=["0.75"]))
     assert other.note is not None
     assert "another cache than one LRU of 2MiB" in other.note
     assert (other.decode.misses, other.decode.evictions) == (numbers.decode.misses, 0)
@@ -172,8 +173,10 @@ def test_the_stand_in_beside_the_replay(binary, tmp_path, capsys, monkeypatch):
     assert main([*words, "--budget", "3MiB", "--margin", "0,0.2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [n["source"] for n in found] == ["replay", "live", "replay", "live"]
-    assert "note" not in found[1]
-    assert found[3]["note"] == "agreement with the router is not known"
+    assert found[1]["note"] == "its perplexity is one figure of the whole text, so chance in it is not known"
+    assert found[3]["note"] == f"agreement with the router is not known; {found[1]['note']}"
+    assert found[3]["ppl_ratio"] == pytest.approx(found[3]["ppl"] / found[1]["ppl"])
+    assert found[1]["ppl_ratio"] == 1
     margin = one(margins=["0.2"])
     with Engine(n_threads=1) as own:
         alone = measure(run_live(own, planned_graphs(trace), margin, tmp_path / "alone.trace"), margin)
@@ -190,5 +193,40 @@ def test_the_stand_in_beside_the_replay(binary, tmp_path, capsys, monkeypatch):
         ):
             assert live["decode"][name] == pytest.approx(getattr(expected.decode, name)), name
         assert live["ppl"] == pytest.approx(expected.ppl, rel=1e-5)
-        assert live["tok_s"] > 0
+        assert "tok_s" not in live
     assert found[0]["decode"]["misses"] == found[1]["decode"]["misses"]
+
+
+@pytest.mark.parametrize(
+    ("said", "nll"),
+    [
+        (
+            "loading\nppl: 4.2352  nll: 1.44344  next-token hits: 219/332 (66.0%)  9.10 s\nppl-policy: 0/9 r",
+            1.44344,
+        ),
+        ("ppl: 2.0\nperplexity = 4\n", math.log(4)),
+        ("the text says perplexity 12 somewhere", None),
+        ("ppl-policy: 3/9 routed experts dropped, 0/0 reranked slots substituted\n", None),
+        ("ppl: 0.0000", None),
+        ("", None),
+    ],
+)
+def test_the_loss_it_says(said, nll):
+    assert _loss(said) == (None if nll is None else pytest.approx(nll))
+
+
+def test_the_substituted_slots_it_says(tmp_path):
+    """Of the last summary of the metrics; a text that is scored has none, and a line of the output instead."""
+    metrics = tmp_path / "m.csv"
+    assert _substituted(metrics, "") is None
+    said = "ppl-policy: 4/96 routed experts dropped, 29669/106240 reranked slots substituted\n"
+    assert _substituted(metrics, said) == 29669
+    heading = "# bmoe_metrics v2\nstep,steps,wall_ms\n"
+    metrics.write_text(heading)
+    assert not _has_rows(metrics)
+    metrics.write_text(
+        heading + "1,1,2\n# summary experts_substituted=5\n# summary tokens=1 experts_substituted=7\n"
+    )
+    assert _has_rows(metrics)
+    assert _substituted(metrics, "") == 7
+    assert not _has_rows(tmp_path / "nothing")

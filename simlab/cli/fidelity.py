@@ -7,8 +7,9 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from simlab.cli.engine_binary import add_engine_binary, fidelity_binary, refuse_details
 from simlab.cli.options import (
     add_cell_options,
     add_engine_options,
@@ -22,9 +23,6 @@ from simlab.cli.options import (
     whole_number,
 )
 from simlab.errors import InputError
-
-if TYPE_CHECKING:
-    pass
 
 BUDGETS = ("1.2cycles", "2cycles", "4cycles")
 MARGINS = ("0", "0.05", "0.1", "0.15", "0.2", "0.3", "0.6")
@@ -50,7 +48,7 @@ def add_commands(commands: Any) -> None:
         epilog=LEVELS,
     )
     add_model(parser)
-    add_text_options(parser)
+    add_text_options(parser, required=False)
     parser.add_argument(
         "--recorded",
         metavar="SPEC",
@@ -82,6 +80,11 @@ def add_commands(commands: Any) -> None:
         f"and drops {','.join(DROPS)}",
     )
     add_engine_options(parser)
+    add_engine_binary(
+        parser,
+        "set replays beside runs of this program of the BigMoeOnEdge family instead, on the --text or on a --prompt",
+        "a prompt for it to continue freely; replays are then of what it wrote under the original routing",
+    )
     add_json(parser)
     parser.set_defaults(run=_fidelity)
 
@@ -115,9 +118,9 @@ def add_commands(commands: Any) -> None:
     parser.set_defaults(run=_quality)
 
 
-def add_text_options(parser: argparse.ArgumentParser) -> None:
+def add_text_options(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """`--text`, `--tokens`, `--stretches` and `--keep`: which texts to run, and where their recordings stay."""
-    parser.add_argument("--text", nargs="+", required=True, metavar="FILE", help="the texts to run")
+    parser.add_argument("--text", nargs="+", required=required, metavar="FILE", help="the texts to run")
     parser.add_argument(
         "--tokens",
         type=whole_number(16),
@@ -187,6 +190,12 @@ def _fidelity(args: argparse.Namespace) -> None:
     from simlab.judge.scores.scoring import Engines
 
     routes = [f"substitute:L={m}" for m in MARGINS] + [f"drop_cold:F={f}" for f in DROPS]
+    if args.engine_binary is not None:
+        fidelity_binary(args, BUDGETS, routes)
+        return
+    refuse_details(args, "without it texts are run, and --free lets the model write on from them")
+    if args.text is None:
+        raise InputError("--text: is missing; name the texts to run")
     cells, recorded = grid_cells(args, routes), recorded_cells(args.recorded, args)
     with ExitStack() as stack:
         folder = keep_folder(args.keep, stack)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from simlab.cli.engine_binary import add_engine_binary, refuse_details, validate_binary
 from simlab.cli.options import (
     AS_MEMORY_ALLOWS,
     AS_RECORDED,
@@ -67,16 +68,12 @@ def add_commands(commands: Any) -> None:
     add_model(parser)
     add_cell_options(parser, lists=True, default_budget=AS_RECORDED)
     add_engine_options(parser)
-    external = parser.add_argument_group("another engine")
-    external.add_argument(
-        "--engine-binary",
-        metavar="PATH",
-        help="run this program of the BigMoeOnEdge family instead, on the trace's --text, or --prompt and -n",
+    external = add_engine_binary(
+        parser,
+        "run this program of the BigMoeOnEdge family instead, on the trace's --text, or --prompt and -n",
+        "the prompt the trace was recorded on",
     )
     external.add_argument("--text", metavar="FILE", help="the text the trace was recorded on")
-    external.add_argument("--prompt", metavar="STR", help="the prompt the trace was recorded on")
-    external.add_argument("-n", type=whole_number(1), metavar="N", help="tokens to generate after --prompt")
-    external.add_argument("--engine-args", metavar="STR", help="further words for its command line")
     add_json(parser)
     parser.set_defaults(run=_validate)
 
@@ -99,14 +96,9 @@ def _record(args: argparse.Namespace) -> None:
 
 def _validate(args: argparse.Namespace) -> None:
     if args.engine_binary is not None:
-        from simlab.judge.external import external_command
-
-        external_command(args)
+        validate_binary(args)
         return
-    for name in ("text", "prompt", "n", "engine_args"):
-        if getattr(args, name) is not None:
-            option = "-n" if name == "n" else f"--{name.replace('_', '-')}"
-            raise InputError(f"{option}: goes with --engine-binary; the trace's own tokens are run here")
+    refuse_details(args, "the trace's own tokens are run here", ["text"])
     from simlab.judge.validate import validate_command
 
     validate_command(args)

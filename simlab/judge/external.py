@@ -8,11 +8,9 @@ them began warm, and the numbers say so.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import hashlib
 import math
-import shlex
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,14 +22,14 @@ from simlab.errors import InputError
 from simlab.judge.against import recorded_series, with_intervals
 from simlab.judge.measure import measure
 from simlab.record.cache import live_cache
-from simlab.record.engine import EMBEDDED_MODEL
 from simlab.record.external import ExternalEngine, ExternalRun, Source
 from simlab.replay.run import sweep
-from simlab.trace.store import Trace, open_trace
+from simlab.trace.store import Trace
 from simlab.types import Cell, CellNumbers, Comparison
 
 _FREE = "free generation: its own tokens, not those of the trace"
 _UNKNOWN = "agreement with the router is not known"
+_ONE_FIGURE = "its perplexity is one figure of the whole text, so chance in it is not known"
 
 
 def validate_external(
@@ -51,17 +49,17 @@ def validate_external(
     for cell in cells:  # before anything runs
         engine.arguments(cell, trace.header, source, Path())
     replays = sweep(trace, cells)
-    compared = []
+    lives = []
     for i, cell in enumerate(cells):
         with tempfile.TemporaryDirectory(prefix="simlab-external-") as folder:
             run = engine.run(cell, trace.header, source, Path(folder))
             live = external_numbers(run, cell)
             if source.text is None:
                 live = dataclasses.replace(live, note=f"{live.note}; {_FREE}" if live.note else _FREE)
-        compared.append(Comparison(replays[i], live))
+        lives.append(live)
         if progress is not None:
             progress((i + 1) / len(cells))
-    return compared
+    return [Comparison(*pair) for pair in zip(replays, beside_first(lives), strict=True)]
 
 
 def check_source(trace: Trace, source: Source) -> None:
@@ -94,7 +92,7 @@ def external_numbers(run: ExternalRun, cell: Cell) -> CellNumbers:
             "that would not hold, or not what it would; evictions are not known"
         )
     if cell.margin:
-        substituted = _whole(run.summary, "experts_substituted")
+        substituted = run.substituted
         notes.append(
             _UNKNOWN if substituted is not None else f"{_UNKNOWN}; neither are the substituted slots"
         )
@@ -103,16 +101,19 @@ def external_numbers(run: ExternalRun, cell: Cell) -> CellNumbers:
             for phase in ("decode", "all")
         }
         numbers = dataclasses.replace(numbers, decode=phases["decode"], all=phases["all"])
-    if run.ppl is not None and run.ppl > 0:
-        numbers = dataclasses.replace(numbers, ppl=run.ppl, nll=math.log(run.ppl))
+    if run.nll is not None:
+        numbers = dataclasses.replace(numbers, ppl=math.exp(run.nll), nll=run.nll)
+        notes.append(_ONE_FIGURE)
     return dataclasses.replace(numbers, note="; ".join(notes) or None)
 
 
-def _whole(summary: dict[str, str], name: str) -> int | None:
-    try:
-        return int(summary[name])
-    except (KeyError, ValueError):
-        return None
+def beside_first(live: Sequence[CellNumbers]) -> list[CellNumbers]:
+    """Runs of one text with the perplexity of each over the first one's, where both are known."""
+    first = live[0].nll if live else None
+    return [
+        n if first is None or n.nll is None else dataclasses.replace(n, ppl_ratio=math.exp(n.nll - first))
+        for n in live
+    ]
 
 
 def counted_tokens(trace: Trace, cell: Cell) -> tuple[pl.DataFrame, int]:
@@ -160,36 +161,3 @@ def counted_tokens(trace: Trace, cell: Cell) -> tuple[pl.DataFrame, int]:
         by_graph = by_graph.with_columns(evictions=pl.lit(None, pl.Int64))
     tokens = trace.collect("tokens", trace.tokens.drop(counted))
     return tokens.join(by_graph, on="graph", how="left", maintain_order="left"), strange
-
-
-def external_command(args: argparse.Namespace) -> None:
-    """`simlab validate --engine-binary`."""
-    from simlab.cli.options import cells_from_args, warn_about_cells
-    from simlab.cli.output import Progress, cell_to_json, print_json, table
-
-    for name in ("buffered", "prefetch", "ubatch", "train"):
-        if getattr(args, name):
-            raise InputError(f"--{name}: the engine binary has no such option")
-    if (args.text is None) == (args.prompt is None):
-        raise InputError("--engine-binary: wants the --text or the --prompt that the trace was recorded on")
-    if (args.prompt is None) != (args.n is None):
-        raise InputError("-n: goes with --prompt, which needs it: the number of tokens to generate")
-    try:
-        more = shlex.split(args.engine_args or "")
-    except ValueError as error:
-        raise InputError(f"--engine-args {args.engine_args}: {error}") from error
-    trace = open_trace(args.trace)
-    cells = cells_from_args(args, recorded=trace.header)
-    warn_about_cells(cells, trace.header)
-    engine = ExternalEngine(
-        args.engine_binary, args.model or EMBEDDED_MODEL, threads=args.threads, lanes=args.lanes, n_ctx=args.ctx,
-        overlap=args.overlap, more=more,
-    )  # fmt: skip
-    source = Source(Path(args.text) if args.text is not None else None, args.prompt, args.n or 0)
-    with Progress("validate") as progress:
-        compared = validate_external(trace, cells, engine, source, progress=progress)
-    numbers = [n for pair in compared for n in (pair.replay, pair.live)]
-    if args.json:
-        print_json([cell_to_json(n) for n in numbers])
-    else:
-        print(table(numbers))

@@ -2,12 +2,14 @@
 
 Flags as its documentation has them: `-m, -p, -n, -t, -c, --moe-stream, --cache-mb, --io-threads, --overlap,
 --route-trace, --csv, --drop-cold-experts, --expert-substitute, --ppl FILE, --ppl-step`. It writes a `route_trace v1`
-and a `bmoe_metrics` file, which the importers read, and says its perplexity on the metrics' summary line or on its
-output. Whatever goes wrong with it ends in one line.
+and a `bmoe_metrics` file, which the importers read. Scoring a text it writes the heading of the metrics only, and says
+on its output `ppl: 4.2352  nll: 1.44344 ..` and `ppl-policy: .. dropped, 29669/106240 reranked slots substituted`; a
+generation's slots are on the metrics' summary line. Whatever goes wrong with it ends in one line.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -22,9 +24,10 @@ from simlab.trace.importer import import_files
 from simlab.trace.store import Trace, open_trace
 from simlab.types import Cell, TraceHeader
 
-_PERPLEXITY = re.compile(
-    r"\b(?:ppl|perplexity)\b\s*[=:]?\s*([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)", re.IGNORECASE
-)
+_NUMBER = r"([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)"
+_PERPLEXITY = re.compile(rf"^\W*(?:ppl|perplexity)\b\s*[=:]?\s*{_NUMBER}", re.IGNORECASE | re.MULTILINE)
+_LOSS = re.compile(rf"\bnll\b\s*[=:]?\s*{_NUMBER}", re.IGNORECASE)
+_SUBSTITUTED = re.compile(r"^ppl-policy:.*?([0-9]+)/[0-9]+ reranked slots", re.MULTILINE)
 _TAIL_CHARACTERS = 300
 _GRACE_S = 5.0
 """For a binary that was asked to stop."""
@@ -44,10 +47,10 @@ class ExternalRun:
     """One run of a binary."""
 
     trace: Trace
-    summary: dict[str, str]
-    """The words of the metrics file's summary line; empty where there is none."""
-    ppl: float | None
-    """Null where it said none."""
+    nll: float | None = None
+    """Mean over the tokens it scored, in nats; null where it scored none."""
+    substituted: int | None = None
+    """Decode slots given to another expert than the router's; null where it did not say."""
 
 
 class ExternalEngine:
@@ -122,7 +125,7 @@ class ExternalEngine:
         route, metrics = folder / "route.csv", folder / "metrics.csv"
         if not route.is_file():
             raise RunError(f"{self.binary}: ended well but wrote no route trace{': ' + said if said else ''}")
-        files = [str(path) for path in (route, metrics) if path.is_file()]
+        files = [str(route), *([str(metrics)] if _has_rows(metrics) else [])]
         try:
             trace = open_trace(import_files(files, str(folder / "external.trace")))
         except InputError as error:
@@ -131,8 +134,9 @@ class ExternalEngine:
             raise RunError(
                 f"{self.binary}: ran a model of {trace.header.n_expert} experts, not {header.n_expert}"
             )
-        summary = _summary(metrics) if metrics.is_file() else {}
-        return ExternalRun(trace, summary, _perplexity(summary, output, errors))
+        said = output.read_text(errors="replace")
+        nll = _loss(said) if source.text is not None else None
+        return ExternalRun(trace, nll, _substituted(metrics, said))
 
 
 def _whole_mib(cell: Cell, header: TraceHeader) -> int:
@@ -204,20 +208,31 @@ def _tail(path: Path) -> str:
     return words if len(words) <= _TAIL_CHARACTERS else "... " + words[-_TAIL_CHARACTERS:]
 
 
-def _summary(metrics: Path) -> dict[str, str]:
-    """`# summary key=value ...`, the last of them."""
-    found: dict[str, str] = {}
-    for line in metrics.read_text(errors="replace").splitlines():
-        if line.startswith("# summary"):
-            found = dict(word.split("=", 1) for word in line.split()[2:] if "=" in word)
-    return found
+def _has_rows(metrics: Path) -> bool:
+    """Whether a metrics file holds more than comments and its heading."""
+    if not metrics.is_file():
+        return False
+    lines = metrics.read_text(errors="replace").splitlines()
+    return sum(bool(line.strip()) and not line.startswith("#") for line in lines) > 1
 
 
-def _perplexity(summary: dict[str, str], *outputs: Path) -> float | None:
-    """Of the summary line, or the last that its output names."""
-    texts = [f"ppl={summary['ppl']}"] if "ppl" in summary else []
-    for text in [*texts, *(path.read_text(errors="replace") for path in outputs)]:
-        named = _PERPLEXITY.findall(text)
-        if named:
-            return float(named[-1])
-    return None
+def _loss(said: str) -> float | None:
+    """The mean loss on the last line of its output that names a perplexity: as such, or the perplexity's logarithm."""
+    named = list(_PERPLEXITY.finditer(said))
+    if not named:
+        return None
+    line = said[named[-1].start() :].lstrip().split("\n", 1)[0]
+    loss = _LOSS.search(line)
+    if loss is not None:
+        return float(loss.group(1))
+    perplexity = float(named[-1].group(1))
+    return math.log(perplexity) if perplexity > 0 else None
+
+
+def _substituted(metrics: Path, said: str) -> int | None:
+    """Of the metrics' last summary line, or of the last line of its output that says so."""
+    lines = metrics.read_text(errors="replace").splitlines() if metrics.is_file() else []
+    words = [word for line in lines if line.startswith("# summary") for word in line.split()]
+    values = [word.split("=", 1)[1] for word in words if word.startswith("experts_substituted=")]
+    values += _SUBSTITUTED.findall(said)
+    return int(values[-1]) if values and values[-1].isdigit() else None

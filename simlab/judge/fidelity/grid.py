@@ -92,7 +92,7 @@ def run(plan: Plan, store: RunStore, progress: Tick | None = None) -> list[Fidel
     recorded = store.record(plan.texts, plan.recorded, next_part(len(plan.recorded)))
     quarter = len(plan.cells) / 4
     forced = [[counts_of_recording(trace) for trace in of_cell] for of_cell in live]
-    rows = _compare(
+    rows = compare(
         REPLAY,
         plan,
         range(len(plan.cells)),
@@ -104,16 +104,16 @@ def run(plan: Plan, store: RunStore, progress: Tick | None = None) -> list[Fidel
         # Where a cell was recorded for the set, the set's replay is of the live run itself.
         rest = [i for i, cell in enumerate(plan.cells) if cell not in plan.recorded]
         replays = _set_replays(bases, recorded, [plan.cells[i] for i in rest], plan.train, next_part(quarter))
-        rows += _compare(SET, plan, rest, replays, [forced[i] for i in rest], bases[0])
+        rows += compare(SET, plan, rest, replays, [forced[i] for i in rest], bases[0])
     if plan.again:
         second = store.record_again(plan.texts, plan.cells, next_part(len(plan.cells)))
         counts = [[counts_of_recording(trace) for trace in of_cell] for of_cell in second]
-        rows += _compare(AGAIN, plan, range(len(plan.cells)), counts, forced, bases[0])
+        rows += compare(AGAIN, plan, range(len(plan.cells)), counts, forced, bases[0])
     if plan.free:
         free = store.generate(plan.texts, [original, *plan.cells], next_part(len(plan.cells)))
         written = [[counts_of_recording(trace) for trace in of_cell] for of_cell in free[1:]]
         replays = _replays(free[0], plan, next_part(quarter))
-        rows += _compare(FREE, plan, range(len(plan.cells)), replays, written, bases[0])
+        rows += compare(FREE, plan, range(len(plan.cells)), replays, written, bases[0])
     return rows
 
 
@@ -155,7 +155,7 @@ def _by_cell(by_text: Sequence[Sequence[Counts]]) -> list[list[Counts]]:
     return [list(of_cell) for of_cell in zip(*by_text, strict=True)]
 
 
-def _compare(
+def compare(
     compared: str,
     plan: Plan,
     places: Sequence[int],
