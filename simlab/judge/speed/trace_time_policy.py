@@ -5,8 +5,8 @@ routing (`LiveRoute`) and its cache (`LiveCache`), runs on recorded rows with a 
 stretch of memory is gone through, as a decode step goes through weights: with warm caches the same code takes a half
 to a quarter of the time. The clock is this thread's CPU time, so that others on the machine do not count.
 
-Its mean is taken with long times cut, as of all other times: live, the mean is what adds up, and a quartile of it was a
-third too low.
+The median is taken: live it is the mean with long times cut, and a load that others put on the machine during a
+rehearsal moves it less.
 
 It is this machine's time, of Python and NumPy. It holds for traces that were recorded by this engine on a machine
 like this one; `rehearsal` says None for others.
@@ -22,7 +22,6 @@ import numpy as np
 import polars as pl
 
 from simlab.cells import effective_k
-from simlab.judge.speed.trace_time_reads import capped
 from simlab.learning import learn
 from simlab.policy import find_eviction
 from simlab.replay.training import Training
@@ -92,7 +91,7 @@ class Rehearsal:
         return self._known[key]
 
     def _run(self, cell: Cell) -> tuple[float, float]:
-        """Mean ms per token of the routing code and of the cache code over the timed tokens, long times cut."""
+        """Median ms per token of the routing code and of the cache code over the timed tokens."""
         from simlab.record.cache import live_cache
         from simlab.record.live_route import LiveRoute
 
@@ -129,8 +128,8 @@ class Rehearsal:
             if i >= first_timed:
                 spent.append((routed - began, time.thread_time_ns() - routed))
         tokens = np.array(spent, dtype=np.float64).reshape(-1, n_layers, 2).sum(axis=1)
-        of_route, of_cache = (float(capped(column).mean()) / 1e6 for column in tokens.T)
-        return of_route, of_cache
+        of_route, of_cache = np.median(tokens, axis=0) / 1e6
+        return float(of_route), float(of_cache)
 
 
 def _keeping(cell: Cell) -> tuple:
