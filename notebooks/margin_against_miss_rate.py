@@ -49,17 +49,8 @@ def _(mo):
 
 @app.cell
 def _(explore, mo, traces):
-    shipped = mo.ui.dropdown(explore.traces_in(traces), value="original.trace", label="Shipped trace")
-    typed = mo.ui.text(
-        value=(mo.app_meta().mode and mo.cli_args().get("trace")) or "",
-        placeholder="/path/to/your.trace",
-        label="or a path of your own",
-        full_width=True,
-    )
-    eviction = mo.ui.dropdown(explore.evictions(), value="lru", label="Eviction")
-    scope = mo.ui.dropdown(
-        {"one cache": "global", "a cache per layer": "per_layer"}, value="one cache", label="Scope"
-    )
+    shipped, typed = explore.trace_picker(mo, traces)
+    eviction, scope = explore.cache_picker(mo)
     ladder = mo.ui.text(value=", ".join(explore.MARGINS), label="Margins", full_width=True)
     mo.vstack(
         [

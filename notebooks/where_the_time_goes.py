@@ -60,13 +60,7 @@ def _(mo):
 
 @app.cell
 def _(explore, mo, traces):
-    shipped = mo.ui.dropdown(explore.traces_in(traces), value="original.trace", label="Shipped trace")
-    typed = mo.ui.text(
-        value=(mo.app_meta().mode and mo.cli_args().get("trace")) or "",
-        placeholder="/path/to/your.trace",
-        label="or a path of your own",
-        full_width=True,
-    )
+    shipped, typed = explore.trace_picker(mo, traces)
     mo.vstack([shipped, typed])
     return shipped, typed
 

@@ -16,6 +16,11 @@ from simlab.cli.options import (
 )
 from simlab.errors import InputError
 
+_WARMED = (
+    "; a cell that goes on warms its cache with the last of them alone, so that its misses, and under a lossy policy "
+    "its answers, may differ a little from those of a run in one go"
+)
+
 
 def add_commands(commands: Any) -> None:
     """Add the commands to the subparsers."""
@@ -24,6 +29,7 @@ def add_commands(commands: Any) -> None:
         "ppl",
         "perplexity of texts under each cell",
         "Score texts token by token under each cell; differences are against the first, token by token.",
+        resumed="; the figures are those of a run in one go",
     )
     parser.add_argument("--text", nargs="+", required=True, metavar="FILE", help="the texts to score")
     parser.add_argument(
@@ -62,14 +68,16 @@ def add_commands(commands: Any) -> None:
     parser.set_defaults(run=_humaneval)
 
 
-def _score(commands: Any, name: str, help_text: str, description: str) -> argparse.ArgumentParser:
+def _score(
+    commands: Any, name: str, help_text: str, description: str, resumed: str = _WARMED
+) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=help_text, description=description)
     add_model(parser)
     parser.add_argument(
         "--resume",
         type=Path,
         metavar="F.jsonl",
-        help="keep finished items in this file, and skip those it has",
+        help="keep finished items in this file, and skip those it has" + resumed,
     )
     add_cell_options(parser, lists=True, default_budget=AS_MEMORY_ALLOWS)
     add_engine_options(parser)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -35,6 +36,29 @@ def traces_in(folder: Path) -> list[str]:
     """Names of the traces that lie in a folder, the recording of the router's own routing first."""
     found = sorted(p.parent.name for p in folder.glob("*.trace/header.json"))
     return sorted(found, key=lambda name: (name != "original.trace", name))
+
+
+def trace_picker(mo: Any, folder: Path) -> tuple[Any, Any]:
+    """A choice among the traces that lie in a folder, and a path to type, at first what a script's `--trace` says.
+
+    Args:
+        mo: the module marimo.
+    """
+    shipped = mo.ui.dropdown(traces_in(folder), value="original.trace", label="Shipped trace")
+    typed = mo.ui.text(
+        value=(mo.app_meta().mode and mo.cli_args().get("trace")) or "",
+        placeholder="/path/to/your.trace",
+        label="or a path of your own",
+        full_width=True,
+    )
+    return shipped, typed
+
+
+def cache_picker(mo: Any) -> tuple[Any, Any]:
+    """A choice of the eviction policy, and of one cache or one per layer; `mo` as in `trace_picker`."""
+    eviction = mo.ui.dropdown(evictions(), value="lru", label="Eviction")
+    scopes = {"one cache": "global", "a cache per layer": "per_layer"}
+    return eviction, mo.ui.dropdown(scopes, value="one cache", label="Scope")
 
 
 def chosen_trace(folder: Path, shipped: str, typed: str) -> Trace:

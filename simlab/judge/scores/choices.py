@@ -22,10 +22,10 @@ from simlab.judge.scores.scoring import (
     Results,
     Tick,
     cell_numbers,
-    cell_words,
-    cost_words,
+    cells_table,
     fingerprint,
     open_cells,
+    outcome_words,
     run_cells,
 )
 from simlab.judge.stats import Interval, PairedOutcome, paired_outcome, wilson
@@ -275,28 +275,20 @@ def to_json(answers: Answers) -> dict[str, Any]:
 
 def answer_table(answers: Sequence[Answers]) -> str:
     """Answers for reading, one line per cell."""
-    from simlab.cli.output import align
-
-    lines = [
-        [*cell_words(None), "correct", "accuracy %", "95 %", "to wrong", "to right", "McNemar p",
-         "identical", *cost_words(None)]
-    ]  # fmt: skip
-    for a in answers:
-        n = len(a.correct)
-        lines.append(
+    rows = [
+        (
+            a.numbers,
             [
-                *cell_words(a.numbers),
-                f"{sum(a.correct)}/{n}",
+                f"{sum(a.correct)}/{len(a.correct)}",
                 f"{100 * a.accuracy:.1f}",
-                f"{100 * a.interval.low:.1f} to {100 * a.interval.high:.1f}",
-                str(a.outcome.to_wrong),
-                str(a.outcome.to_right),
-                f"{a.outcome.p_value:.2g}",
-                f"{a.identical}/{n}",
-                *cost_words(a.numbers),
-            ]
+                *outcome_words(a.interval, a.outcome),
+                f"{a.identical}/{len(a.correct)}",
+            ],
         )
-    return align(lines)
+        for a in answers
+    ]
+    head = ["correct", "accuracy %", "95 %", "to wrong", "to right", "McNemar p", "identical"]
+    return cells_table(head, rows)
 
 
 def choices_command(args: argparse.Namespace) -> None:

@@ -22,10 +22,10 @@ from simlab.judge.scores.scoring import (
     Results,
     Tick,
     cell_numbers,
-    cell_words,
-    cost_words,
+    cells_table,
     fingerprint,
     open_cells,
+    outcome_words,
     run_cells,
 )
 from simlab.judge.stats import Interval, PairedOutcome, paired_outcome, wilson
@@ -204,28 +204,20 @@ def to_json(score: Completions) -> dict[str, Any]:
 
 def completion_table(scores: Sequence[Completions]) -> str:
     """Scores for reading, one line per cell."""
-    from simlab.cli.output import align
-
-    lines = [
-        [*cell_words(None), "pass@1", "95 %", "to fail", "to pass", "McNemar p", "same outcome",
-         "byte-identical", *cost_words(None)]
-    ]  # fmt: skip
-    for s in scores:
-        n = len(s.passed)
-        lines.append(
+    rows = [
+        (
+            s.numbers,
             [
-                *cell_words(s.numbers),
-                f"{sum(s.passed)}/{n}",
-                f"{100 * s.interval.low:.1f} to {100 * s.interval.high:.1f}",
-                str(s.outcome.to_wrong),
-                str(s.outcome.to_right),
-                f"{s.outcome.p_value:.2g}",
-                f"{s.identical_outcomes}/{n}",
-                f"{s.byte_identical}/{n}",
-                *cost_words(s.numbers),
-            ]
+                f"{sum(s.passed)}/{len(s.passed)}",
+                *outcome_words(s.interval, s.outcome),
+                f"{s.identical_outcomes}/{len(s.passed)}",
+                f"{s.byte_identical}/{len(s.passed)}",
+            ],
         )
-    return align(lines)
+        for s in scores
+    ]
+    head = ["pass@1", "95 %", "to fail", "to pass", "McNemar p", "same outcome", "byte-identical"]
+    return cells_table(head, rows)
 
 
 def humaneval_command(args: argparse.Namespace) -> None:

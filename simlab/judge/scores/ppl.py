@@ -25,8 +25,7 @@ from simlab.judge.scores.scoring import (
     Results,
     Tick,
     cell_numbers,
-    cell_words,
-    cost_words,
+    cells_table,
     fingerprint,
     open_cells,
     run_cells,
@@ -185,29 +184,21 @@ def to_json(score: Perplexity) -> dict[str, Any]:
 
 def score_table(scores: Sequence[Perplexity]) -> str:
     """Scores for reading, one line each."""
-    from simlab.cli.output import align
-
-    several = len({s.text for s in scores}) > 1
-    lines = [
-        [*(["text"] if several else []), *cell_words(None), "ppl", "next-token hit %", "nll difference",
-         "95 %", "ppl ratio", "95 %", *cost_words(None)]
-    ]  # fmt: skip
+    rows = []
     for s in scores:
         low, high = s.difference_interval
-        lines.append(
-            [
-                *([s.text or "all"] if several else []),
-                *cell_words(s.numbers),
-                f"{math.exp(s.numbers.nll or 0.0):.3f}",
-                f"{100 * s.hit_rate:.1f}",
-                f"{s.difference:+.4f}",
-                f"{low:+.4f} to {high:+.4f}",
-                f"{math.exp(s.difference):.4f}",
-                f"{math.exp(low):.4f} to {math.exp(high):.4f}",
-                *cost_words(s.numbers),
-            ]
-        )
-    return align(lines)
+        words = [
+            f"{math.exp(s.numbers.nll or 0.0):.3f}",
+            f"{100 * s.hit_rate:.1f}",
+            f"{s.difference:+.4f}",
+            f"{low:+.4f} to {high:+.4f}",
+            f"{math.exp(s.difference):.4f}",
+            f"{math.exp(low):.4f} to {math.exp(high):.4f}",
+        ]
+        rows.append((s.numbers, words))
+    head = ["ppl", "next-token hit %", "nll difference", "95 %", "ppl ratio", "95 %"]
+    several = len({s.text for s in scores}) > 1
+    return cells_table(head, rows, [s.text or "all" for s in scores] if several else None)
 
 
 def read_texts(paths: Sequence[str], engine: Engine) -> list[Text]:

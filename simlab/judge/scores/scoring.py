@@ -22,8 +22,10 @@ from typing import Any
 import polars as pl
 
 from simlab.cells import MIB, effective_k, resolve_budget, route_spec
+from simlab.cli.output import align
 from simlab.errors import InputError, RunError
 from simlab.judge.measure import measure
+from simlab.judge.stats import Interval, PairedOutcome
 from simlab.record.engine import EMBEDDED_MODEL, Engine
 from simlab.record.ggml import engine_version
 from simlab.record.machine import auto_budget
@@ -403,21 +405,39 @@ def _added(phases: Sequence[Mapping[str, Any]], off: bool) -> PhaseNumbers:
 # Words of a score's table
 
 
-def cell_words(numbers: CellNumbers | None) -> list[str]:
-    """What names a cell in a table; the headings for None."""
-    if numbers is None:
-        return ["route", "evict", "budget", "k"]
-    cell = numbers.cell
-    return [route_spec(cell.route), cell.evict, cell.budget.text, str(numbers.top_k)]
-
-
-def cost_words(numbers: CellNumbers | None) -> list[str]:
-    """What a cell did to the routing and what it read, in decode; the headings for None.
+def cells_table(
+    head: Sequence[str],
+    rows: Sequence[tuple[CellNumbers, Sequence[str]]],
+    texts: Sequence[str] | None = None,
+) -> str:
+    """Scores for reading, one line each: the cell, what it scored, what it did to the routing and read in decode.
 
     Its speed is that of a recorded run, which is slower than a plain one.
+
+    Args:
+        head: of the words that each row has of its score.
+        texts: what each row was scored on, in front.
     """
-    if numbers is None:
-        return ["subst. %", "dropped %", "cache hit %", "MiB/token", "tok/s"]
+    lines = [["route", "evict", "budget", "k", *head, *_COSTS]]
+    for numbers, words in rows:
+        cell = numbers.cell
+        named = [route_spec(cell.route), cell.evict_spec, cell.budget.text, str(numbers.top_k)]
+        lines.append([*named, *words, *_cost_words(numbers)])
+    if texts is not None:
+        lines = [[text, *line] for text, line in zip(["text", *texts], lines, strict=True)]
+    return align(lines)
+
+
+def outcome_words(interval: Interval, outcome: PairedOutcome) -> list[str]:
+    """A share's interval in per cent, and what changed against the first cell: to wrong, to right, McNemar's p."""
+    share = f"{100 * interval.low:.1f} to {100 * interval.high:.1f}"
+    return [share, str(outcome.to_wrong), str(outcome.to_right), f"{outcome.p_value:.2g}"]
+
+
+_COSTS = ("subst. %", "dropped %", "cache hit %", "MiB/token", "tok/s")
+
+
+def _cost_words(numbers: CellNumbers) -> list[str]:
     d = numbers.decode
     figures = [
         (100 * d.substituted / d.slots if d.slots else None, ".2f"),
