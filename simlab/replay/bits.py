@@ -26,7 +26,14 @@ def ones(words: Array) -> Array:
 
 def taken(x: Array, at: Array) -> Array:
     """`x[at]` along the first axis, every place within bounds."""
-    return x.at[at].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    # What indexing by `x.at` comes to, traced several times faster.
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=tuple(range(np.ndim(at), np.ndim(at) + x.ndim - 1)),
+        collapsed_slice_dims=(0,),
+        start_index_map=(0,),
+    )
+    mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
+    return lax.gather(x, jnp.asarray(at)[..., None], numbers, (1, *x.shape[1:]), mode=mode)
 
 
 def nth_one(words: Array, n: Array) -> Array:

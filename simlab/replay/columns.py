@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from threading import Lock
 from typing import Any, Literal
 
 import numpy as np
@@ -59,6 +60,7 @@ class TraceColumns:
         self._plain_rows: dict[int, NDArray[np.bool_]] = {}
         self._single_rows: dict[int, bool] = {}
         self._blocks: dict[str, tuple[int, NDArray[Any]]] = {}
+        self._reading = Lock()
         header = trace.header
         wanted = ("turn", "graph", "phase", "step", "layer", "pos_in_graph", "router_experts")
         ids = trace.collect("routing", trace.routing.select(wanted))
@@ -116,6 +118,16 @@ class TraceColumns:
             self._single_rows[k] = bool((self.plain_rows(k) | none)[self.decode].all())
         return self._single_rows[k]
 
+    @cached_property
+    def pass_start(self) -> NDArray[np.bool_]:
+        """bool `[rows]`: where a pass over the layers begins, a batch of no later layer than the one before."""
+        starts = np.flatnonzero(self.batch_start)
+        layers = self.layer[starts]
+        found = np.zeros(self.n_rows, bool)
+        found[starts[:1]] = True
+        found[starts[1:][layers[1:] <= layers[:-1]]] = True
+        return found
+
     @property
     def n_rows(self) -> int:
         return self.recorded.shape[0]
@@ -163,11 +175,14 @@ class TraceColumns:
         parts = []
         for number in range(start // BLOCK_ROWS, -(-stop // BLOCK_ROWS)):
             first = number * BLOCK_ROWS
-            if self._blocks.get(column, (None,))[0] != number:
-                rows = self.trace.routing.select(column).slice(first, BLOCK_ROWS)
-                values = self.trace.collect("routing", rows).to_series()
-                self._blocks[column] = number, values.to_numpy().reshape(len(values), -1)
-            parts.append(self._blocks[column][1][max(start - first, 0) : stop - first])
+            # Groups of cells that run side by side read the same rows.
+            with self._reading:
+                if self._blocks.get(column, (None,))[0] != number:
+                    rows = self.trace.routing.select(column).slice(first, BLOCK_ROWS)
+                    values = self.trace.collect("routing", rows).to_series()
+                    self._blocks[column] = number, values.to_numpy().reshape(len(values), -1)
+                block = self._blocks[column][1]
+            parts.append(block[max(start - first, 0) : stop - first])
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _score_columns(self, start: int, stop: int, needs: ColumnNeeds) -> dict[str, NDArray[Any]]:

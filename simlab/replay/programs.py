@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from threading import Lock
 from typing import Any
 
 import jax
@@ -13,17 +14,20 @@ MOST_PROGRAMS = 64
 """A program takes some 300 memory mappings of the 65,530 that Linux gives a process; past those XLA crashes."""
 
 _PROGRAMS: OrderedDict[Hashable, Any] = OrderedDict()
+_LOCK = Lock()
+"""Groups of cells run side by side."""
 
 
 def compiled(key: Hashable, function: Callable[..., Any]) -> Any:
     """The jitted `function`, or the one kept under the same key, for arguments of one shape."""
-    if key not in _PROGRAMS:
-        _PROGRAMS[key] = jax.jit(function)
-        while len(_PROGRAMS) > MOST_PROGRAMS:
-            _, oldest = _PROGRAMS.popitem(last=False)
-            oldest.clear_cache()
-    _PROGRAMS.move_to_end(key)
-    return _PROGRAMS[key]
+    with _LOCK:
+        if key not in _PROGRAMS:
+            _PROGRAMS[key] = jax.jit(function)
+            while len(_PROGRAMS) > MOST_PROGRAMS:
+                _, oldest = _PROGRAMS.popitem(last=False)
+                oldest.clear_cache()
+        _PROGRAMS.move_to_end(key)
+        return _PROGRAMS[key]
 
 
 def kept(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -42,6 +42,7 @@ from simlab.replay.recency_walk import RecencyWalk
 from simlab.replay.shape import COUNTERS, NO_ROW, ProgramShape, Tree, code_key
 from simlab.replay.shared_order import shared_order
 from simlab.replay.shared_walk import SharedWalk
+from simlab.replay.side_by_side import side_by_side
 from simlab.replay.tally import phase_numbers
 from simlab.replay.training import load_training, prepared
 from simlab.replay.units import can_count
@@ -174,28 +175,32 @@ class Replayer:
         if self.row == stop:
             return False
         stop += int(np.argmax(columns.batch_end[stop - 1 :]))
-        for group in self.groups:
-            if group.walk is not None:
-                group.carry = group.walk.advance(group.carry, group.lanes, self.row, stop)
-                self._check_weights(group)
+        side_by_side(partial(self._walk, stop=stop), [g for g in self.groups if g.walk is not None])
         plain = [group for group in self.groups if group.walk is None]
         for start in range(self.row, stop, CHUNK_ROWS):
             end = min(start + CHUNK_ROWS, stop)
             if not plain:
                 break
             rows = self.columns.chunk(start, end, CHUNK_ROWS, self._needs)
-            for group in plain:
-                own = {n: v for n, v in rows.items() if _wanted(n, group.shape)}
-                own["router"] = rows["router"][:, : group.n_list]
-                if "pass" in group.shape.eviction.needs:
-                    own["pass_start"] = cut({"": self._pass_start}, start, end, CHUNK_ROWS)[""]
-                own |= cut(group.foretold, start, end, CHUNK_ROWS)
-                group.carry, detail = program(group.shape, group.n_lanes)(group.carry, own, group.lanes)
-                if detail:
-                    group.detail.append({name: np.asarray(x)[: end - start] for name, x in detail.items()})
-                self._check_weights(group)
+            side_by_side(partial(self._scan, rows=rows, start=start, end=end), plain)
         self.row = stop
         return True
+
+    def _walk(self, group: Group, stop: int) -> None:
+        assert group.walk is not None
+        group.carry = group.walk.advance(group.carry, group.lanes, self.row, stop)
+        self._check_weights(group)
+
+    def _scan(self, group: Group, rows: Tree, start: int, end: int) -> None:
+        own = {n: v for n, v in rows.items() if _wanted(n, group.shape)}
+        own["router"] = rows["router"][:, : group.n_list]
+        if "pass" in group.shape.eviction.needs:
+            own["pass_start"] = cut({"": self.columns.pass_start}, start, end, CHUNK_ROWS)[""]
+        own |= cut(group.foretold, start, end, CHUNK_ROWS)
+        group.carry, detail = program(group.shape, group.n_lanes)(group.carry, own, group.lanes)
+        if detail:
+            group.detail.append({name: np.asarray(x)[: end - start] for name, x in detail.items()})
+        self._check_weights(group)
 
     def state(self) -> dict[str, NDArray[Any]]:
         """Everything a later `from_state` needs, as arrays that `numpy.savez` can write."""
@@ -287,16 +292,6 @@ class Replayer:
         elif training is not None and training.uncounted is not None:
             notes.append(f"{training.text} of decode not counted")
         return "; ".join(notes) or None
-
-    @cached_property
-    def _pass_start(self) -> NDArray[np.bool_]:
-        """bool `[rows]`: where a pass over the layers begins, a batch of no later layer than the one before."""
-        starts = np.flatnonzero(self.columns.batch_start)
-        layers = self.columns.layer[starts]
-        found = np.zeros(self.columns.n_rows, bool)
-        found[starts[:1]] = True
-        found[starts[1:][layers[1:] <= layers[:-1]]] = True
-        return found
 
     def _group(self, indices: list[int], detail: bool) -> Group:
         header = self.trace.header

@@ -68,6 +68,7 @@ class SharedWalk(ABC):
         # Of what a call uses, a layer gets about its share, and at least that of one batch.
         share = 2 if self._per_layer else 1
         self._most_uses = max(n_expert, share * -(-STEPS * program.n_slots // self._n_caches))
+        self._most_batches = STEPS
         units = (sizes // unit_of(sizes)).astype(np.int32)
         self.lanes: Tree = {"units": units, "budget": budget_units(budgets, sizes)}
         self._lay_out()
@@ -108,7 +109,7 @@ class SharedWalk(ABC):
         n_rows = np.diff(np.append(starts, stop))
         # No batch uses more entries than its rows have slots, or than a layer has experts.
         most = np.minimum(n_rows * n_slots, self._program.n_expert)
-        over = np.cumsum(self._n_steps(most)[1]) > STEPS
+        over = (np.cumsum(self._n_steps(most)[1]) > STEPS) | (np.arange(len(most)) >= self._most_batches)
         cache = self._cache[columns.layer[starts]]
         for one in np.unique(cache):
             over |= np.cumsum(np.where(cache == one, most, 0)) > self._most_uses
@@ -175,7 +176,8 @@ class SharedWalk(ABC):
         first = np.ones(len(entry), bool)
         first[1:] = ~same | (batch[1:] != batch[:-1])
         closes = np.append(first[1:], True)[: len(entry)]
-        position = carry["position"] + last
+        # An array of JAX's would have NumPy's work done by programs of its own for every shape.
+        position = int(carry["position"]) + last
         told = {name: column[start + row, slot[last], 0] for name, column in self._foretold.items()}
         state = {name: np.array(v).reshape(-1) for name, v in carry["eviction_state"].items()}
         after = self._touched(
@@ -205,7 +207,7 @@ class SharedWalk(ABC):
         known = {
             "stamp": stamp.reshape(shape),
             "eviction_state": {name: v.reshape(shape) for name, v in state.items()},
-            "position": np.asarray(carry["position"] + len(at)),
+            "position": np.asarray(int(carry["position"]) + len(at)),
         }
         return uses, known
 
