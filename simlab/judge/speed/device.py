@@ -61,6 +61,8 @@ class DeviceProfile:
     """Of the composed read times."""
     hidden_ms: float = 0.0
     """Compute of a layer that down projections hide behind, overlapped."""
+    waking_us: float = 0.0
+    """More for every doubling of the layers since the last that read."""
     pauses: float = 1.0
     """Mean token time with pauses over that without."""
     drift: float = 0.0
@@ -81,7 +83,7 @@ class DeviceProfile:
 
 _NUMBERS = {
     "compute_ms_per_token", "compute_ms_per_miss", "management_ms_per_token", "management_ms_per_move",
-    "hand_over_us", "share", "hidden_ms", "pauses", "drift",
+    "hand_over_us", "share", "hidden_ms", "waking_us", "pauses", "drift",
 }  # fmt: skip
 _REQUIRED = ("device", "io_mode", "lanes", "compute_ms_per_token", "reads")
 
@@ -176,6 +178,7 @@ def profile_of(
         hand_over_us=1e3 * costs.reads.hand_over_ms,
         share=costs.reads.share,
         hidden_ms=costs.reads.hidden_ms,
+        waking_us=1e3 * costs.reads.waking_ms,
         pauses=costs.pauses,
         drift=costs.drift if math.isfinite(costs.drift) else 0.0,
     )
@@ -214,7 +217,7 @@ def costs_on(profile: DeviceProfile, trace: Trace, timed: Costs | None) -> Costs
     wall = profile.pauses * (compute + management)
     reads = ReadModel(
         profile.latencies, profile.lanes, _slices(trace, profile.composition), profile.hand_over_us / 1e3,
-        profile.share, profile.hidden_ms,
+        profile.share, profile.hidden_ms, profile.waking_us / 1e3,
     )  # fmt: skip
     return Costs(
         nothing, wall * off * float(wall.mean() / (wall * off).mean()), np.zeros(n), management, compute, reads,

@@ -233,9 +233,7 @@ def at_speed(costs: Costs, reference: Timings) -> Costs:
         compute=compute,
         compute_per_miss=costs.compute_per_miss * ratio(compute, costs.compute),
         management_per_move=costs.management_per_move * ratio(management, costs.management),
-        reads=replace(
-            costs.reads, share=costs.reads.share * slower, hand_over_ms=costs.reads.hand_over_ms * slower
-        ),
+        reads=costs.reads.slowed(slower),
     )
 
 

@@ -41,6 +41,7 @@ from simlab.judge.speed.trace_time_reads import (
     latencies_of,
     misses_of,
     slices_of,
+    spans_of,
 )
 from simlab.judge.stats import LEVEL, Interval, block_bootstrap_mean, standard_error
 from simlab.replay.run import Replayer
@@ -218,7 +219,7 @@ def fit_costs(trace: Trace, timings: Timings) -> Costs | None:
     wait, management, compute = map(capped, (timings.exposed_ms, timings.management_ms, timings.compute_ms))
     reads = fit_reads(
         latencies, lanes, slices_of(trace, timings.composition), misses, timings.exposed_ms,
-        float(compute.mean()) / misses.shape[1], timings.composition,
+        float(compute.mean()) / misses.shape[1], timings.composition, spans_of(trace, graph),
     )  # fmt: skip
     place = np.arange(len(graph), dtype=np.float64)
     one = np.ones_like(place)

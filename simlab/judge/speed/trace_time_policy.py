@@ -31,7 +31,7 @@ from simlab.types import DECODE, THROW_AWAY_TURN, Cell
 _TIMED_TOKENS = 48
 _WARM_TOKENS = 160
 """Tokens that go before the timed ones, to fill the cache; and at most as many as the trace has."""
-_SWEPT_BYTES = 8 << 20
+_SWEPT_BYTES = 4 << 20
 """Several times what a core keeps to itself."""
 
 
