@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from simlab.errors import InputError
 from simlab.policy import find_eviction, find_routing
+from simlab.prefetch import parse_prefetch
 from simlab.types import Budget, Cell, Policy, ResolvedBudget, Route, RoutingPolicy, Scope, Step, TraceHeader
 
 MIB = 1 << 20
@@ -221,13 +222,15 @@ def build_cells(
     evicts: Sequence[str] = ("lru",),
     scope: Scope = "global",
     sequential: bool = False,
+    prefetch: str | None = None,
 ) -> list[Cell]:
     """Every combination of the options as cells, budgets outermost; lists as `interface.md` allows them.
 
     `margins`, `drops` and `top_ks` multiply into each route; a route that has that stage refuses them.
-    `scope` is that of policies which have none of their own.
+    `scope` is that of policies which have none of their own, `prefetch` what replays read ahead.
     """
     bases = [parse_route(r) for r in routes] or [Route()]
+    ahead = parse_prefetch(prefetch).text if prefetch is not None else None
     shorthands = [
         [_short("top_k", "k", v, "--top-k") for v in top_ks] or [None],
         [_short("substitute", "L", v, "--margin") for v in margins] or [None],
@@ -254,7 +257,10 @@ def build_cells(
         check_cache(route, budget)
         # Experts of its own for each layer are a cache per layer, whatever the scope was said to be.
         of_budget: Scope = "per_layer" if budget.kind == "per_layer" else scope
-        found.append(Cell(route, budget, evict, knobs, find_eviction(evict).scope or of_budget, sequential))
+        if prefetch is not None and budget.kind == "off":
+            raise InputError("--prefetch: needs a cache to read ahead into; --budget off has none")
+        own_scope = find_eviction(evict).scope or of_budget
+        found.append(Cell(route, budget, evict, knobs, own_scope, sequential, ahead))
     if len(set(map(_identity, found))) < len(found):
         found = list({_identity(c): c for c in found}.values())
     return found
@@ -265,7 +271,7 @@ def _identity(cell: Cell) -> tuple:
     steps = tuple((s.policy.stage, s.policy.function, tuple(s.knobs.items())) for s in cell.route.steps)
     evict = find_eviction(cell.evict)
     keeps = (evict.function, evict.touch, tuple(cell.evict_knobs.items()), cell.scope, cell.sequential)
-    return (steps, keeps, cell.budget)
+    return (steps, keeps, cell.budget, cell.prefetch)
 
 
 def _short(name: str, knob: str, value: str, option: str) -> Step:

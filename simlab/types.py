@@ -352,6 +352,8 @@ class Cell:
     scope: Scope = "global"
     sequential: bool = False
     """Whether slots are looked up, inserted and evicted one by one: replay only, to measure what that does."""
+    prefetch: str | None = None
+    """What a replay reads ahead, as `--prefetch` names it; None: what the recording did."""
 
     @property
     def evict_spec(self) -> str:
@@ -482,6 +484,8 @@ class CellNumbers:
     intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """95 % (low, high), block bootstraps over the decoded tokens: of the fields above by their names, of decode means
     (those of `simlab.judge.against.intervals_of`), and of `read_mib_saved` beside the router's own routing."""
+    read_ahead: Mapping[str, float] | None = None
+    """Of look-ahead in decode: entries `issued` and `useful` (used before they left), `read_mib` and `wasted_mib`."""
     note: str | None = None
     """What a reader has to know to take these numbers for what they are."""
 

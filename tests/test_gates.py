@@ -289,4 +289,4 @@ def test_a_short_context_and_a_mute_vocabulary_are_refused(monkeypatch: pytest.M
 
 def test_gates_refuse_a_prefetch_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gates", "--prefetch", "next_gate:K=4"]) == 2
-    assert capsys.readouterr().err.startswith("simlab: error: --prefetch: G5a and G5b")
+    assert "unrecognized arguments: --prefetch" in capsys.readouterr().err

@@ -19,6 +19,7 @@ from simlab.cli.options import (
     warn_about_cells,
 )
 from simlab.cli.output import Progress, align, json_value, print_json, say_written, write_frame, write_whole
+from simlab.errors import InputError
 
 
 def add_commands(commands: Any) -> None:
@@ -106,6 +107,8 @@ def _explain(args: argparse.Namespace) -> None:
     from simlab.trace.store import open_trace
 
     chart = output_file(args, "chart", PAGES)
+    if args.prefetch is not None:
+        raise InputError("--prefetch: explain takes a cache apart that reads nothing ahead; replay shows it")
     trace = open_trace(args.trace)
     (cell,) = cells_from_args(args, recorded=trace.header)
     warn_about_cells([cell], trace.header)

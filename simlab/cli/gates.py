@@ -43,10 +43,6 @@ def _gates(args: argparse.Namespace) -> None:
 
     if args.ctx is not None and args.ctx < N_TOKENS:
         raise InputError(f"--ctx {args.ctx}: the gates need {N_TOKENS} or more")
-    if args.prefetch is not None:
-        raise InputError(
-            "--prefetch: G5a and G5b look ahead by themselves; the other gates need a run without"
-        )
     models = [Path(name) for name in args.models] or [EMBEDDED_MODEL]
     for path in models:
         if not path.is_file():

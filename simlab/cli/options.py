@@ -141,6 +141,12 @@ def add_cell_options(parser: argparse.ArgumentParser, lists: bool, default_budge
         "--scope", choices=("global", "per_layer"), help="one cache (default) or one per layer"
     )
     group.add_argument(
+        "--prefetch",
+        metavar="NAME:K=..",
+        help="read ahead: previous_token:K=1, the experts the token before ran at the next K layers, or next_gate:K=8, "
+        "the K best by the next layer's gate; a replay has the latter only as it was recorded",
+    )
+    group.add_argument(
         "--sequential",
         action="store_true",
         help="look up and evict one expert at a time, to measure what that does (replay only)",
@@ -166,9 +172,6 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--overlap", action="store_true", help="read down projections while gate and up are computed"
     )
-    group.add_argument(
-        "--prefetch", metavar="NAME:K=..", help="read ahead: previous_token:K=1 or next_gate:K=8"
-    )
     group.add_argument("--threads", type=whole_number(1), metavar="N", help="compute threads")
     group.add_argument("--ctx", type=whole_number(2), metavar="N", help="context length in tokens")
     group.add_argument(
@@ -184,7 +187,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         "n_threads": args.threads,
         "n_ctx": args.ctx,
         "overlap": args.overlap,
-        "prefetch": args.prefetch,
+        "prefetch": getattr(args, "prefetch", None),
         "train": getattr(args, "train", None),
     }
     if args.ubatch is not None:
@@ -238,6 +241,8 @@ def cells_from_args(
         evicts=evicts or ("lru",),
         scope=scope or "global",
         sequential=args.sequential,
+        # A live command's engine reads ahead, whatever the cell.
+        prefetch=None if args.live else args.prefetch,
     )
     for cell in cells:
         check_eviction(cell, trained=args.train is not None)

@@ -28,6 +28,9 @@ LIVE_FIELDS = (
 )  # fmt: skip
 INTERVALS = "intervals"
 """The field of 95 % intervals, [low, high] by name; in the flat table JSON text, or null where there are none."""
+READ_AHEAD = "read_ahead"
+"""The field of what look-ahead read, numbers by name, likewise."""
+JSON_TEXT = (INTERVALS, READ_AHEAD)
 TABLE_LEGEND = (
     "Columns of the table, decode only: cycles = budget in token cycles; hit % of the expert lookups; MiB/token read;\n"
     "cold = first misses of an expert, capacity = the others; subst. %, dropped % of the routed slots;\n"
@@ -70,6 +73,7 @@ def cell_to_json(numbers: CellNumbers) -> dict[str, Any]:
         "evict_knobs": dict(cell.evict_knobs),
         "scope": cell.scope,
         "sequential": cell.sequential,
+        "prefetch": cell.prefetch,
         "budget": cell.budget.text,
         "budget_mib": numbers.budget_mib,
         "budget_cycles": numbers.budget_cycles,
@@ -78,6 +82,7 @@ def cell_to_json(numbers: CellNumbers) -> dict[str, Any]:
     }
     rest = {name: getattr(numbers, name) for name in (*LIVE_FIELDS, "note")}
     rest[INTERVALS] = dict(numbers.intervals) or None
+    rest[READ_AHEAD] = None if numbers.read_ahead is None else dict(numbers.read_ahead)
     return json_value(fields | {name: value for name, value in rest.items() if value is not None})
 
 
@@ -91,20 +96,21 @@ def cells_schema() -> dict[str, Any]:
     schema: dict[str, Any] = {
         "source": pl.String, "route": pl.String, "knobs": pl.String, "margin": pl.Float64, "drop": pl.Float64,
         "top_k": pl.Int64, "evict": pl.String, "evict_knobs": pl.String, "scope": pl.String,
-        "sequential": pl.Boolean, "budget": pl.String, "budget_mib": pl.Float64, "budget_cycles": pl.Float64,
+        "sequential": pl.Boolean, "prefetch": pl.String, "budget": pl.String, "budget_mib": pl.Float64,
+        "budget_cycles": pl.Float64,
     }  # fmt: skip
     for phase in PHASES:
         schema |= {f"{phase}_{f.name}": of(str(f.type)) for f in dataclasses.fields(PhaseNumbers)}
-    return schema | dict.fromkeys(LIVE_FIELDS, pl.Float64) | {"note": pl.String, INTERVALS: pl.String}
+    return schema | dict.fromkeys(LIVE_FIELDS, pl.Float64) | dict.fromkeys(("note", *JSON_TEXT), pl.String)
 
 
 def json_to_row(cell: Mapping[str, Any]) -> dict[str, Any]:
-    """A cell as `cell_to_json` has it, flat: phases by prefix, knobs and intervals as JSON text."""
+    """A cell as `cell_to_json` has it, flat: phases by prefix, numbers by name as JSON text."""
     row = {name: value for name, value in cell.items() if name not in PHASES}
     for phase in PHASES:
         row |= {f"{phase}_{name}": value for name, value in cell[phase].items()}
     return row | {
-        name: json.dumps(row[name]) for name in (*KNOB_FIELDS, INTERVALS) if row.get(name) is not None
+        name: json.dumps(row[name]) for name in (*KNOB_FIELDS, *JSON_TEXT) if row.get(name) is not None
     }
 
 
@@ -129,11 +135,22 @@ def cells_from_frame(frame: pl.DataFrame, cells: Sequence[Cell]) -> list[CellNum
             cell=cell,
             decode=phase(row, "decode"),
             all=phase(row, "all"),
+            read_ahead=json.loads(row[READ_AHEAD]) if row[READ_AHEAD] else None,
             intervals={name: (low, high) for name, (low, high) in json.loads(row[INTERVALS] or "{}").items()},
             **{name: row[name] for name in alike},
         )
         for cell, row in zip(cells, frame.iter_rows(named=True), strict=True)
     ]
+
+
+def _ahead_words(numbers: CellNumbers) -> str | None:
+    ahead, prefetch = numbers.read_ahead, numbers.cell.prefetch
+    if ahead is None:
+        return prefetch and f"prefetch {prefetch}"
+    return (
+        f"read ahead ({prefetch or 'as recorded'}): {ahead['issued']:,} entries, {ahead['read_mib']:.1f} MiB beside "
+        f"the misses; {ahead['useful']:,} used, {ahead['wasted_mib']:.1f} MiB wasted"
+    )
 
 
 class _Estimate(NamedTuple):
@@ -200,7 +217,8 @@ def table(cells: Sequence[CellNumbers]) -> str:
         ["capacity", *(str(c.decode.capacity_misses) for c in cells)],
     ]
     measured = [e for e in _MEASURED if any(e.value(c) is not None for c in cells)]
-    notes = [["note", *(c.note or "" for c in cells)]] if any(c.note for c in cells) else []
+    told = ["; ".join(filter(None, (c.note, _ahead_words(c)))) for c in cells]
+    notes = [["note", *told]] if any(told) else []
     columns = [
         *settings,
         *itertools.chain.from_iterable(map(words, _READS)),

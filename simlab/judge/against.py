@@ -62,7 +62,7 @@ def baseline(cell: Cell, others: Sequence[CellNumbers]) -> CellNumbers | None:
     """The cell of the router's own routing in the same cache, if it is among `others`."""
 
     def cache(one: Cell) -> tuple[object, ...]:
-        return one.budget, one.evict, dict(one.evict_knobs), one.scope, one.sequential
+        return one.budget, one.evict, dict(one.evict_knobs), one.scope, one.sequential, one.prefetch
 
     return next((o for o in others if is_exact(o.cell) and cache(o.cell) == cache(cell)), None)
 

@@ -36,7 +36,8 @@ MODEL_FIELDS = (
 )  # fmt: skip
 """Header fields that decide what a replay of the trace gives."""
 SETTING = (
-    "source", "route", "knobs", "top_k", "evict", "evict_knobs", "scope", "sequential", "budget_mib",
+    "source", "route", "knobs", "top_k", "evict", "evict_knobs", "scope", "sequential", "prefetch",
+    "budget_mib",
 )  # fmt: skip
 """What a cell is matched by."""
 _BESIDE = ("budget", "budget_cycles", "margin", "drop", INTERVALS)

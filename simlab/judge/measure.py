@@ -20,6 +20,9 @@ from simlab.replay.run import CHUNK_ROWS
 from simlab.trace.store import Trace
 from simlab.types import DECODE, THROW_AWAY_TURN, Cell, CellNumbers, PhaseNumbers
 
+_BY_SPECULATION = 2
+"""In `residency`: in RAM because it was read ahead, and not looked up since."""
+
 
 def measure(trace: Trace, cell: Cell, rows: pl.DataFrame | None = None) -> CellNumbers:
     """The numbers of the run a trace records, which ran under `cell`.
@@ -62,6 +65,7 @@ def measure(trace: Trace, cell: Cell, rows: pl.DataFrame | None = None) -> CellN
         read_wait_ms_per_token=float(waits_ms.mean()) if len(waits_ms) else None,
         ppl=math.exp(mean_nll) if mean_nll is not None else None,
         nll=mean_nll,
+        read_ahead=_read_ahead(trace),
         intervals={name: (low, high) for name, (low, high) in intervals.items() if math.isfinite(low)},
     )
 
@@ -112,6 +116,30 @@ def row_counts(trace: Trace) -> pl.DataFrame:
     return where.with_columns(pl.Series(name, values) for name, values in found.items()).filter(
         columns.counted
     )
+
+
+def _read_ahead(trace: Trace) -> dict[str, float] | None:
+    """What look-ahead read in decode, as `CellNumbers.read_ahead` has it; None for a run without."""
+    decode = (pl.col("phase") == DECODE) & (pl.col("turn") != THROW_AWAY_TURN)
+    entry = ("graph", "layer", "expert")
+    read = trace.collect("reads", trace.reads.filter(decode & pl.col("speculative")).select(entry).unique())
+    if trace.header.prefetch is None and not read.height:
+        return None
+    lists = (pl.col("experts", "residency", "dropped").arr.to_list(),)
+    slots = trace.routing.filter(decode).select("graph", "layer", *lists)
+    slots = slots.explode("experts", "residency", "dropped").rename({"experts": "expert"})
+    hit = (pl.col("residency") == _BY_SPECULATION) & ~pl.col("dropped")
+    used = trace.collect("routing", slots.filter(hit).select(entry).unique())
+
+    def mib(entries: pl.DataFrame) -> float:
+        return sum(trace.header.entry_bytes[layer] for layer in entries["layer"]) / MIB
+
+    return {
+        "issued": read.height,
+        "useful": used.height,
+        "read_mib": mib(read),
+        "wasted_mib": mib(read) - mib(used),
+    }
 
 
 def _strayed(

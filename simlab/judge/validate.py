@@ -24,6 +24,7 @@ from simlab.errors import InputError
 from simlab.judge.against import DecodeSeries, recorded_series, with_intervals
 from simlab.judge.measure import decode_losses, measure, row_counts
 from simlab.judge.stats import paired_difference
+from simlab.prefetch import parse_prefetch
 from simlab.record.engine import EMBEDDED_MODEL, Engine
 from simlab.record.plan import PlannedGraph
 from simlab.record.recorder import Recorder
@@ -52,7 +53,7 @@ def validate(
     trace = trace if isinstance(trace, Trace) else open_trace(trace)
     _check_model(trace, Path(model) if model is not None else EMBEDDED_MODEL)
     graphs = planned_graphs(trace)
-    replays = sweep(trace, cells, train=engine_options.get("train"))
+    cells, replays = _replayed(trace, cells, engine_options.get("prefetch"), engine_options.get("train"))
     lives: dict[int, CellNumbers] = {}
     losses: dict[int, NDArray[np.float64]] = {}
     series: dict[int, DecodeSeries] = {}
@@ -81,6 +82,24 @@ def validate(
         [_beside_first(lives[i], losses[0], losses[i]) for i in places], [series[i] for i in places]
     )
     return [Comparison(replays[i], beside[i]) for i in places]
+
+
+def _replayed(
+    trace: Trace, cells: Sequence[Cell], prefetch: str | None, train: str | None
+) -> tuple[list[Cell], list[CellNumbers]]:
+    """The cells as they run, with the look-ahead of the engine, and their replays."""
+    if prefetch is None:
+        return list(cells), sweep(trace, cells, train=train)
+    spec = parse_prefetch(prefetch)
+    ahead = [dataclasses.replace(cell, prefetch=spec.text) for cell in cells]
+    if spec.kind == "previous_token" or spec.text == trace.header.prefetch:
+        return ahead, sweep(trace, ahead, train=train)
+    note = f"without the look-ahead of the live run: the trace was not recorded with {spec.text}"
+    plain = zip(ahead, sweep(trace, cells, train=train), strict=True)
+    noted = [
+        dataclasses.replace(n, cell=cell, note="; ".join(filter(None, (n.note, note)))) for cell, n in plain
+    ]
+    return ahead, noted
 
 
 def _beside_first(live: CellNumbers, first: NDArray[np.float64], losses: NDArray[np.float64]) -> CellNumbers:

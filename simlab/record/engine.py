@@ -19,6 +19,7 @@ from simlab.cells import effective_k, parse_budget, resolve_budget
 from simlab.errors import InputError, RunError, SimlabWarning
 from simlab.learning import learn
 from simlab.policy import find_eviction
+from simlab.prefetch import parse_prefetch
 from simlab.record.asking import NodeFilter
 from simlab.record.cache import LiveCache, live_cache
 from simlab.record.discovery import Discovery
@@ -29,7 +30,7 @@ from simlab.record.hook import NODE_PREFIX, GraphTally, Hook, node_observer
 from simlab.record.interrupts import DeferredInterrupt
 from simlab.record.live_route import LiveRoute
 from simlab.record.llama import Llama, log_probability
-from simlab.record.lookahead import LookAhead, parse_prefetch
+from simlab.record.lookahead import LookAhead
 from simlab.record.machine import check_top_k, cpu_name, default_threads
 from simlab.record.plan import PlannedGraph, chunks, text_graphs
 from simlab.record.reads import ReadLanes

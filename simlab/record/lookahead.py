@@ -10,47 +10,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from simlab.errors import InputError, RunError
+from simlab.prefetch import PrefetchSpec
 from simlab.record.cache import LiveCache
 from simlab.record.experts import ExpertMemory
 from simlab.record.ggml import F32, Tensor, rows_of
 from simlab.record.reads import FinishedRead, PendingReads, ReadLanes
-
-KINDS = ("previous_token", "next_gate")
-
-
-@dataclass(frozen=True)
-class PrefetchSpec:
-    """What to read ahead: `previous_token:K=1` or `next_gate:K=8`.
-
-    previous_token: the experts that the previous token ran, at the next `K` layers.
-    next_gate: the `K` best experts of the next layer's gate applied to this layer's input.
-    """
-
-    kind: str
-    depth: int
-
-    @property
-    def text(self) -> str:
-        return f"{self.kind}:K={self.depth}"
-
-
-def parse_prefetch(text: str) -> PrefetchSpec:
-    """`NAME:K=..` as `--prefetch` takes it."""
-    kind, _, knob = text.partition(":")
-    name, _, value = knob.partition("=")
-    if kind not in KINDS:
-        raise InputError(f"--prefetch {text}: no such prefetch; there are {', '.join(KINDS)}")
-    if (knob and name != "K") or not (value or "1").isascii() or not (value or "1").isdecimal():
-        raise InputError(f"--prefetch {text}: write {kind}:K=1, a whole number")
-    depth = int(value or 1)
-    if not 1 <= depth <= 512:
-        raise InputError(f"--prefetch {text}: K must lie between 1 and 512")
-    return PrefetchSpec(kind, depth)
 
 
 class LookAhead:

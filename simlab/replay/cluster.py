@@ -52,6 +52,7 @@ class _CellWords:
     evict_knobs: dict[str, float]
     scope: Scope
     sequential: bool
+    prefetch: str | None
 
 
 def _words(cell: Cell) -> _CellWords:
@@ -66,6 +67,7 @@ def _words(cell: Cell) -> _CellWords:
         evict_knobs=dict(cell.evict_knobs),
         scope=cell.scope,
         sequential=cell.sequential,
+        prefetch=cell.prefetch,
     )
 
 
@@ -87,7 +89,13 @@ def _cell(words: _CellWords) -> Cell:
         steps.append(make_step(policy, word.knobs, word.option))
     _check_same(words.evict, find_eviction(words.evict).source_hash, words.evict_hash)
     return Cell(
-        Route(tuple(steps)), words.budget, words.evict, words.evict_knobs, words.scope, words.sequential
+        Route(tuple(steps)),
+        words.budget,
+        words.evict,
+        words.evict_knobs,
+        words.scope,
+        words.sequential,
+        words.prefetch,
     )
 
 

@@ -6,12 +6,43 @@ speculative read stands at the graph and layer whose batch first saw its entry (
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
+from simlab.errors import InputError
+from simlab.prefetch import parse_prefetch
 from simlab.trace.store import Trace
+from simlab.types import Cell, TraceHeader
 
 NOTHING = -1
+
+
+class LookAhead(NamedTuple):
+    """Where a cell's look-ahead comes from: neither is none."""
+
+    n_speculative: int = 0
+    """Most entries that the rows say came in before one batch."""
+    ahead: int = 0
+    """Layers for which the previous token's experts are read ahead."""
+
+
+def look_ahead(header: TraceHeader, n_recorded: int, cell: Cell) -> LookAhead:
+    """The look-ahead of a cell over a trace that recorded `n_recorded` entries at most before one batch.
+
+    Raises:
+        InputError: it asks for predictions that the trace does not carry.
+    """
+    spec = parse_prefetch(cell.prefetch) if cell.prefetch is not None else None
+    if spec is not None and spec.kind == "previous_token":
+        return LookAhead(ahead=min(spec.depth, len(header.moe_layers)))
+    if spec is not None and spec.text != header.prefetch:
+        raise InputError(
+            f"--prefetch {spec.text}: the trace carries no predictions of the next gate; record it with "
+            f"--prefetch {spec.text}, which replays as it was"
+        )
+    return LookAhead(n_speculative=n_recorded)
 
 
 def speculative_entries(trace: Trace) -> dict[tuple[int, int], list[int]]:

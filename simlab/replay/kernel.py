@@ -33,7 +33,7 @@ from simlab.replay.shape import (
     in_phase,
     put,
 )
-from simlab.replay.speculation import insert
+from simlab.replay.speculation import count_useful, first_look_ahead, issue, read_ahead
 from simlab.routing import first_state, touch_state
 from simlab.types import Access, Array
 
@@ -61,7 +61,7 @@ def first_carry(shape: ProgramShape, n_lanes: int) -> Tree:
         "eviction_state": first_state(shape.eviction.state, entries),
         "eviction_scalars": first_state(shape.eviction.scalars, (shape.n_layers, n_lanes)),
         **first_counts(n_lanes),
-        **(_first_speculation(entries) if shape.n_speculative else {}),
+        **(first_look_ahead(shape, n_lanes) if shape.looks_ahead else {}),
         # Where in the walk the current pass over the layers began.
         **({"pass_position": np.zeros(n_lanes, np.int64)} if "pass" in shape.eviction.needs else {}),
         # Residency at the start of the batch, which one expert at a time does not keep.
@@ -69,18 +69,9 @@ def first_carry(shape: ProgramShape, n_lanes: int) -> Tree:
     }
 
 
-def _first_speculation(entries: tuple[int, int, int]) -> Tree:
-    return {
-        "marks": np.zeros(entries, bool),
-        # A stamp no longer tells whether an entry was ever missed: speculation sets it too.
-        "missed": np.zeros(entries, bool),
-        "coldest": np.full(entries[2], -1, np.int64),
-    }
-
-
 _CACHE = (
     "stamp", "resident", "used", "position", "batch_position", "eviction_state", "eviction_scalars",
-    "pass_position", "marks", "missed", "coldest",
+    "pass_position", "marks", "missed", "coldest", "read_ahead", "last_run", "under_way",
 )  # fmt: skip
 """What of the carry a walk through the cache reads and writes."""
 
@@ -103,8 +94,8 @@ def _step(shape: ProgramShape, lanes: Tree, carry: Tree, row: Tree) -> tuple[Tre
     """One token at one MoE layer: route it, walk its slots through the cache, close the batch if it ends."""
     layer = row["layer"]
     cache = {name: carry[name] for name in _CACHE if name in carry}
-    if shape.n_speculative:
-        cache = _read_ahead(lanes, cache, row)
+    if shape.looks_ahead:
+        cache = read_ahead(shape, lanes, cache, row)
     if "pass_position" in cache:
         begins = row["pass_start"]
         cache["pass_position"] = jnp.where(begins, cache["position"], cache["pass_position"])
@@ -136,6 +127,8 @@ def _step(shape: ProgramShape, lanes: Tree, carry: Tree, row: Tree) -> tuple[Tre
         cache, counts, told = _one_by_one(shape, lanes, cache, row, slots)
     else:
         cache, counts, told = _look_up(shape, lanes, cache, row, slots, row["batch_start"], row["batch_end"])
+    if shape.ahead:
+        cache |= issue(shape, cache, row, routed.walk)
 
     counts |= {
         "slots": (routed.walk >= 0).sum(axis=0),
@@ -171,22 +164,6 @@ def _step(shape: ProgramShape, lanes: Tree, carry: Tree, row: Tree) -> tuple[Tre
         "counters": counters,
         "sums": sums,
         **told,
-    }
-
-
-def _read_ahead(lanes: Tree, cache: Tree, row: Tree) -> Tree:
-    """The cache after what look-ahead brought in before a batch."""
-    layer = row["layer"]
-    stamp, resident, marks = (at_layer(cache[name], layer) for name in ("stamp", "resident", "marks"))
-    found = insert(row["speculative"], stamp, resident, marks, cache["coldest"], lanes["off"])
-    entry_bytes = lanes["entry_bytes"][layer]
-    used = at_layer(cache["used"], layer) + (cache["coldest"] - found.coldest) * entry_bytes
-    return cache | {
-        "stamp": put(cache["stamp"], found.stamps, layer),
-        "resident": put(cache["resident"], found.resident, layer),
-        "marks": put(cache["marks"], found.marks, layer),
-        "used": put(cache["used"], used, layer),
-        "coldest": found.coldest,
     }
 
 
@@ -262,6 +239,8 @@ def _look_up(
     used = at_layer(cache["used"], layer) + arrived.sum(axis=0) * entry_bytes
     marks = None
     if "marks" in cache:
+        early = (first & resident & at_layer(cache["marks"], layer)).sum(axis=0)
+        cache = cache | {"read_ahead": count_useful(cache["read_ahead"], row, early, entry_bytes)}
         marks = put(cache["marks"], at_layer(cache["marks"], layer) & (last < 0), layer)
     closed, n_evicted = close_batch(
         shape,

@@ -81,7 +81,7 @@ def _cell_words(cell: Cell) -> str:
     evict = find_eviction(cell.evict)
     steps = [(s.policy.name, s.policy.source_hash, sorted(s.knobs.items())) for s in cell.route.steps]
     keeps = (evict.name, evict.source_hash, sorted(cell.evict_knobs.items()), cell.scope, cell.sequential)
-    return repr((steps, keeps, cell.budget.kind, cell.budget.amount))
+    return repr((steps, keeps, cell.prefetch, cell.budget.kind, cell.budget.amount))
 
 
 def _digest(*words: str) -> str:

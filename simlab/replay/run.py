@@ -25,6 +25,7 @@ from simlab.policy import find_eviction
 from simlab.policy_check import check_policy
 from simlab.replay.columns import ColumnNeeds, TraceColumns, WeightSource
 from simlab.replay.devices import offer_cores
+from simlab.replay.early_reads import look_ahead
 from simlab.replay.future import (
     NOTE,
     cut,
@@ -43,6 +44,7 @@ from simlab.replay.shape import COUNTERS, NO_ROW, ProgramShape, Tree, code_key
 from simlab.replay.shared_order import shared_order
 from simlab.replay.shared_walk import SharedWalk
 from simlab.replay.side_by_side import side_by_side
+from simlab.replay.speculation import told
 from simlab.replay.tally import phase_numbers
 from simlab.replay.training import load_training, prepared
 from simlab.replay.units import can_count
@@ -135,6 +137,7 @@ class Replayer:
         self.cells = list(cells)
         self._plain = plain or detail
         self.columns = TraceColumns(self.trace)
+        self._look_ahead = partial(look_ahead, self.trace.header, self.columns.speculative.shape[1])
         self.training = load_training(train, self.trace.header, self.columns) if train is not None else None
         if self.training is not None and self.training.uncounted is not None:
             self.columns.counted = self.columns.counted & ~self.training.uncounted
@@ -153,7 +156,8 @@ class Replayer:
         for index, cell in enumerate(self.cells):
             eviction = find_eviction(cell.evict)
             twice = "future" in eviction.needs and not follows_router(cell.route)
-            code = (code_key(cell.route.steps, eviction), cell.sequential, twice, *self._fast_kind(cell))
+            kind = (cell.sequential, twice, self._look_ahead(cell), *self._fast_kind(cell))
+            code = (code_key(cell.route.steps, eviction), *kind)
             by_code.setdefault(code, []).append(index)
         self.groups = [self._group(indices, detail) for indices in by_code.values()]
         self._needs = ColumnNeeds(
@@ -251,7 +255,8 @@ class Replayer:
             counters, sums = np.asarray(carry["counters"]), np.asarray(carry["sums"])
             for lane, index in enumerate(group.indices):
                 counted = counters[..., lane], sums[..., lane]
-                found[index] = self._cell_numbers(index, *counted, tokens, events)
+                numbers = self._cell_numbers(index, *counted, tokens, events)
+                found[index] = dataclasses.replace(numbers, read_ahead=told(carry, lane))
         return [found[index] for index in range(len(self.cells))]
 
     def _cell_numbers(
@@ -315,7 +320,7 @@ class Replayer:
             weights=self._weight_source(cells[0].route, min(widths), detail or eviction.touch is not None),
             weight_rule=header.weight_rule if self.has_scores else None,
             detail=detail,
-            n_speculative=self.columns.speculative.shape[1],
+            **self._look_ahead(cells[0])._asdict(),
             sequential=cells[0].sequential,
             executed="future" in eviction.needs and not follows_router(cells[0].route),
         )
@@ -379,7 +384,7 @@ class Replayer:
         if drop is not None and drop.knobs.get("prefill", 0) > 0:
             return ()
         k = effective_k(cell.route, self.trace.header)
-        if self.columns.speculative.shape[1] or not can_count(self._entry_bytes, self.trace.header.n_expert):
+        if any(self._look_ahead(cell)) or not can_count(self._entry_bytes, self.trace.header.n_expert):
             return ()
         if (rerank or drop) and not self.columns.single_rows(k):
             return ()

@@ -71,7 +71,9 @@ class ProgramShape:
     detail: bool
     """Whether each row's slots and counters come out as well."""
     n_speculative: int = 0
-    """Most entries that look-ahead brings in before one batch."""
+    """Most entries that, as the rows say, look-ahead brings in before one batch."""
+    ahead: int = 0
+    """Layers for which the previous token's experts are read ahead; the rows then bring in nothing."""
     sequential: bool = False
     """Whether every slot is a batch of its own to the cache."""
     executed: bool = False
@@ -82,8 +84,12 @@ class ProgramShape:
         """Equal for shapes that compile to the same program."""
         sizes = (self.n_layers, self.n_expert, self.n_slots, self.n_expert_used, self.n_speculative)
         code = code_key(self.steps, self.eviction)
-        modes = (self.detail, self.sequential, self.executed)
+        modes = (self.detail, self.sequential, self.executed, self.ahead)
         return (code, sizes, self.scores, self.weights, self.weight_rule, modes)
+
+    @property
+    def looks_ahead(self) -> bool:
+        return self.n_speculative > 0 or self.ahead > 0
 
     def step(self, stage: Stage) -> Step | None:
         return next((s for s in self.steps if s.policy.stage == stage), None)

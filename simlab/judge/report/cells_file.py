@@ -14,15 +14,18 @@ import polars as pl
 from simlab.cells import parse_budget
 from simlab.cli.output import (
     INTERVALS,
+    JSON_TEXT,
     KNOB_FIELDS,
     LIVE_FIELDS,
     PHASES,
+    READ_AHEAD,
     cells_from_frame,
     cells_schema,
     json_to_row,
 )
 from simlab.errors import InputError
 from simlab.policy import builtin_policies
+from simlab.prefetch import parse_prefetch
 from simlab.trace.json_text import parse_json
 from simlab.trace.parquet_probe import probe_parquet
 from simlab.trace.reading import one_line, read_bytes, shown
@@ -31,7 +34,7 @@ from simlab.types import Cell, CellNumbers, EvictionPolicy, Route, RoutingPolicy
 TRACE = "trace"
 """The column in front of a sweep of several traces: which one a cell is of, as the command line named it."""
 _WANTED = "write it with simlab sweep --out, or with --json of sweep or validate"
-_MAY_LACK = frozenset({"margin", "drop", "note", INTERVALS, *LIVE_FIELDS})
+_MAY_LACK = frozenset({"margin", "drop", "prefetch", "note", *JSON_TEXT, *LIVE_FIELDS})
 """Fields that JSON leaves out, or that are unknown, for many cells."""
 _WORDS = {pl.String: "text", pl.Int64: "a whole number", pl.Float64: "a number", pl.Boolean: "true or false"}
 _KINDS: dict[Any, tuple[type, ...]] = {
@@ -135,8 +138,9 @@ def _from_json(path: Path, data: bytes) -> pl.DataFrame:
 def _checked(path: Path, frame: pl.DataFrame, place: Callable[[int], str]) -> pl.DataFrame:
     """The columns of the schema in its order, each of its type and without holes where there may be none."""
     schema = cells_schema()
-    if INTERVALS not in frame.columns:  # of a version that kept them in JSON alone
-        frame = frame.with_columns(pl.lit(None, pl.String).alias(INTERVALS))
+    for name in ("prefetch", *JSON_TEXT):
+        if name not in frame.columns:  # of a version that did not have it yet
+            frame = frame.with_columns(pl.lit(None, pl.String).alias(name))
     for name, kind in schema.items():
         if name not in frame.columns:
             raise InputError(f"{path}: has no column '{name}'; {_WANTED} of this version")
@@ -157,6 +161,9 @@ def _checked(path: Path, frame: pl.DataFrame, place: Callable[[int], str]) -> pl
     for row, text in enumerate(frame[INTERVALS]):
         if text is not None:
             _check_intervals(text, f"{path}, {place(row)}, field '{INTERVALS}'")
+    for row, text in enumerate(frame[READ_AHEAD]):
+        if text is not None:
+            _knobs(text, f"{path}, {place(row)}, field '{READ_AHEAD}'")
     front = [TRACE] if TRACE in frame.columns else []
     return frame.select(*front, *schema)
 
@@ -197,6 +204,7 @@ def _cell(where: str, row: dict[str, Any]) -> Cell:
             evict_knobs=_knobs(row["evict_knobs"], f"{where}, field 'evict_knobs'"),
             scope=row["scope"],
             sequential=row["sequential"],
+            prefetch=row["prefetch"] and parse_prefetch(row["prefetch"]).text,
         )
     except InputError as error:
         raise error if str(error).startswith(where) else InputError(f"{where}: {error}") from error
@@ -259,7 +267,8 @@ def _identity(cell: Cell) -> tuple[Any, ...]:
     steps = [
         (s.policy.name, sorted(s.knobs.items())) for s in cell.route.steps if s.policy.name != "original"
     ]
-    return steps, cell.budget, cell.evict, sorted(cell.evict_knobs.items()), cell.scope, cell.sequential
+    knobs = sorted(cell.evict_knobs.items())
+    return steps, cell.budget, cell.evict, knobs, cell.scope, cell.sequential, cell.prefetch
 
 
 def pairs_of(path: Path, numbers: Sequence[CellNumbers]) -> list[tuple[CellNumbers, CellNumbers]]:

@@ -21,9 +21,9 @@ def cell_options(cells: Sequence[Cell]) -> list[list[str]]:
     """Cell options of one command for all of the cells, or of as few as make them and no others."""
     if not cells:
         return []
-    groups: dict[tuple[str | None, bool], list[Cell]] = {}
+    groups: dict[tuple[str | None, bool, str | None], list[Cell]] = {}
     for cell in cells:
-        groups.setdefault((_asked_scope(cell), cell.sequential), []).append(cell)
+        groups.setdefault((_asked_scope(cell), cell.sequential, cell.prefetch), []).append(cell)
     if len(groups) > 1:
         return [options for group in groups.values() for options in cell_options(group)]
     for parts in (lambda c: (), lambda c: route_spec(c.route), lambda c: (route_spec(c.route), c.evict_spec)):
@@ -59,7 +59,8 @@ def _product(cells: Sequence[Cell]) -> list[str] | None:
         options += ["--evict", ",".join(evicts)]
     if (scope := _asked_scope(cells[0])) not in (None, "global"):
         options += ["--scope", str(scope)]
-    return options + (["--sequential"] if cells[0].sequential else [])
+    options += ["--sequential"] if cells[0].sequential else []
+    return options + (["--prefetch", cells[0].prefetch] if cells[0].prefetch else [])
 
 
 def _asked_scope(cell: Cell) -> str | None:
