@@ -235,14 +235,20 @@ class SharedWalk(ABC):
         starts = np.flatnonzero(first_of(entry))
         turn = np.arange(len(entry)) - np.repeat(starts, np.diff(np.append(starts, len(entry))))
         by_turn = np.argsort(turn, kind="stable")
-        for at in np.split(by_turn, np.cumsum(np.bincount(turn))[:-1]):
+        entry = entry[by_turn]
+        in_turns = Access._make(np.asarray(x)[by_turn] if np.ndim(x) else x for x in access)
+        found = {name: np.empty_like(v) for name, v in after.items()}
+        ends = np.cumsum(np.bincount(turn)).tolist()
+        for at in map(slice, [0, *ends[:-1]], ends):
             before = {name: v[entry[at]] for name, v in state.items()}
-            one = Access._make(np.asarray(x)[at] if np.ndim(x) else x for x in access)
+            one = Access._make(x[at] if np.ndim(x) else x for x in in_turns)
             with np.errstate(all="ignore"):
-                found = touch_state(np, policy, before, one, self._knobs)
-            for name, values in found.items():
-                after[name][at] = values
-                state[name][entry[at]] = after[name][at]
+                new = touch_state(np, policy, before, one, self._knobs)
+            for name, values in new.items():
+                found[name][at] = values
+                state[name][entry[at]] = found[name][at]
+        for name, values in found.items():
+            after[name][by_turn] = values
         return after
 
     # -- the steps ---------------------------------------------------------------------------------------------
