@@ -44,7 +44,8 @@ class Look:
     recorded: str | None
     """When the trace was recorded."""
     log_ratios: tuple[float, ...]
-    """Of every live run of the recorded cell: the logarithm of its mean token time over that of the recording."""
+    """Of every live run of the recorded cell: the logarithm of its mean token time over that of the recording, long
+    times cut in both."""
 
     @property
     def square(self) -> float:

@@ -150,6 +150,7 @@ def check_cells(
     ]
     runs: list[CheckedRun] = []
     references: list[float] = []
+    levels: list[float] = []
     with tempfile.TemporaryDirectory(prefix="simlab-live-") as folder:
         today, losses = costs, None
         for live in run_interleaved(
@@ -160,6 +161,7 @@ def check_cells(
             tok_s = 1e3 / float(found.wall_ms[counted].mean())
             if live.cell < 0:
                 references.append(tok_s)
+                levels.append(float(capped(found.wall_ms[counted]).mean()))
                 today, losses = at_speed(costs, found), _losses(live.trace)
                 continue
             numbers, work, policy_ms = replayed[live.cell]
@@ -172,8 +174,9 @@ def check_cells(
                 )
             )  # fmt: skip
     recorded_tok_s = 1e3 / float(costs.wall[counted].mean())
-    header = trace.header
-    ratios = [math.log(recorded_tok_s / tok_s) for tok_s in references]
+    header, level = trace.header, float(capped(costs.wall[counted]).mean())
+    # Of levels, without pauses: those are chance, and one of seconds is nothing that a machine's speed does.
+    ratios = [math.log(now / level) for now in levels]
     kept = keep_look(header.cpu, header.model, header.created, ratios, int(counted.sum()))
     past = costs.work.of(counted)
     inert = [_inert(past, work.of(counted), cell) for (_, work, _), cell in zip(replayed, cells, strict=True)]
