@@ -24,7 +24,7 @@ from simlab.types import Budget, Cell, CellNumbers, PhaseNumbers, Route
 
 CELL_KEYS = [
     "source", "route", "knobs", "margin", "drop", "top_k", "evict", "evict_knobs", "scope",
-    "sequential", "budget", "budget_mib", "budget_cycles", "decode", "all",
+    "sequential", "prefetch", "budget", "budget_mib", "budget_cycles", "decode", "all",
 ]  # fmt: skip
 PHASE_KEYS = [
     "tokens", "lookups", "hits", "misses", "hit_rate", "cold_misses", "capacity_misses", "read_mib",
@@ -249,6 +249,24 @@ def test_replay_by(by: str, n: int, toy_with_budget: Path, capsys: Captured) -> 
     cell = json.loads(capsys.readouterr().out)
     assert len(cell[f"by_{by}"]) == n
     assert sum(row["hits"] for row in cell[f"by_{by}"]) == cell["decode"]["hits"]
+
+
+def test_replay_with_look_ahead_and_intervals(toy_with_budget: Path, capsys: Captured) -> None:
+    argv = ["replay", str(toy_with_budget), "--prefetch", "previous_token:K=1", "--intervals"]
+    assert main([*argv, "--json"]) == 0
+    cell = json.loads(capsys.readouterr().out)
+    assert cell["prefetch"] == "previous_token:K=1"
+    assert set(cell["read_ahead"]) == {"issued", "useful", "read_mib", "wasted_mib"}
+    low, high = cell["intervals"]["hit_rate"]
+    assert low <= cell["decode"]["hit_rate"] <= high
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert "95 %" in out
+    assert "read ahead (previous_token:K=1)" in out
+    assert main(["replay", str(toy_with_budget), "--prefetch", "next_gate:K=1"]) == 2
+    assert "carries no predictions" in capsys.readouterr().err
+    assert main(["explain", str(toy_with_budget), "--prefetch", "previous_token:K=1"]) == 2
+    assert capsys.readouterr().err.startswith("simlab: error: --prefetch: explain")
 
 
 def test_replay_slots(toy_with_budget: Path, tmp_path: Path, capsys: Captured) -> None:

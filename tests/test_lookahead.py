@@ -16,6 +16,7 @@ from test_live_replay import assert_same_slots
 from simlab.cells import build_cells, resolve_budget
 from simlab.errors import InputError, SimlabWarning
 from simlab.judge.measure import measure
+from simlab.judge.validate import validate
 from simlab.policy import find_eviction
 from simlab.prefetch import parse_prefetch
 from simlab.record.cache import LiveCache
@@ -79,7 +80,7 @@ def test_a_recording_with_look_ahead_replays_slot_for_slot(engine, plain, tmp_pa
         assert 0 < useful <= issued
         # What the previous token ran is still in RAM from one cycle up, so only then is there nothing to read.
         assert early["phase" if "phase" in early.columns else "graph"].eq(DECODE).all()
-    if engine.prefetch is not None:
+    if engine.prefetch is not None and route != "original":
         # By the rule itself, not by what was read.
         own = dataclasses.replace(cell, prefetch=engine.prefetch.text)
         (tmp_path / "own").mkdir()
@@ -138,6 +139,21 @@ def test_a_replay_looks_ahead_as_the_engine_does(tmp_path, depth):
         found = (decode.lookups, decode.hits, decode.evictions, numbers.read_ahead["useful"])
         assert dict(zip(expected, found, strict=True)) == expected
         assert (expected["useful"] > 0) >= (cell is cells[0])
+
+
+def test_live_runs_that_look_ahead_stand_beside_replays_that_do(plain, tmp_path):
+    cells = build_cells(budgets=["0.5cycles"], margins=["0"])
+    with Engine(n_threads=THREADS) as engine:
+        trace = record(engine, plain[0], cell_of("2cycles"), tmp_path / "t.trace")
+    (pair,) = validate(trace, cells, prefetch="previous_token:K=2", n_threads=THREADS)
+    assert pair.live.cell == pair.replay.cell == dataclasses.replace(cells[0], prefetch="previous_token:K=2")
+    # The router's own routing: nothing drifts.
+    assert pair.live.decode.hits == pair.replay.decode.hits > 0
+    assert pair.live.read_ahead == pair.replay.read_ahead
+    (pair,) = validate(trace, cells, prefetch="next_gate:K=4", n_threads=THREADS)
+    assert pair.live.read_ahead is not None
+    assert pair.replay.read_ahead is None
+    assert "without the look-ahead of the live run" in (pair.replay.note or "")
 
 
 def test_what_a_replay_cannot_look_ahead_to_is_refused(tmp_path):
