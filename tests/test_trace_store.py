@@ -74,6 +74,40 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert trace.tokens.collect()["wall_ns"].to_list() == [1000] * 3
 
 
+@pytest.mark.parametrize("kept_bytes", [0, 32 << 20])
+def test_scores_are_decoded_once_or_in_part_and_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept_bytes: int
+) -> None:
+    """Those of a short trace are kept, those of a long one are not; one row without any, and it carries none."""
+    monkeypatch.setattr(store, "_KEPT_BYTES", kept_bytes)
+    asked: list[str] = []
+    collect = store.Trace.collect
+
+    def counted(self: store.Trace, table: str, frame: pl.LazyFrame) -> pl.DataFrame:
+        asked.append(table)
+        return collect(self, table, frame)
+
+    monkeypatch.setattr(store.Trace, "collect", counted)
+    rng = np.random.default_rng(1)
+    scores = rng.random((8, N_EXPERT), np.float32)
+    for number, missing in enumerate((False, True)):
+        with TraceWriter(tmp_path / f"{number}.trace", HEADER, WIDTH) as writer:
+            for graph, row in enumerate(scores):
+                where = {"turn": [0], "graph": [graph], "phase": [1], "step": [graph], "layer": [1]}
+                given = {"scores": row[None]} if not missing or graph != 5 else {}
+                writer.add("routing", where | given | {"router_experts": np.array([[0, 1]], np.int32)})
+                writer.flush()
+        trace = open_trace(tmp_path / f"{number}.trace")
+        asked.clear()
+        assert trace.has_scores is not missing
+        for start, n in ((0, 3), (3, 4), (6, 9)):
+            found = trace.values("scores", start, n)
+            expected = [None if missing and i == 5 else row.tolist() for i, row in enumerate(scores)]
+            assert found.to_list() == expected[start : start + n]
+        assert len(asked) == (1 if kept_bytes else 4)
+        assert trace.values("router_experts", 6, 9).to_list() == [[0, 1]] * 2
+
+
 def test_an_empty_trace_opens(tmp_path: Path) -> None:
     trace = open_trace(written(tmp_path / "t.trace", graphs=0))
     assert (trace.n_rows, trace.has_scores) == (0, False)

@@ -189,8 +189,7 @@ class Loop:
     def _read(self, start: int, stop: int) -> loops.Rows:
         columns, space, part = self._columns, self._trace.header.score_space, slice(start, stop)
         assert space is not None
-        scores = self._trace.routing.select("scores").slice(start, stop - start)
-        values = ranking_values(self._trace.collect("routing", scores).to_series().to_numpy(), space)
+        values = ranking_values(self._trace.values("scores", start, stop - start).to_numpy(), space)
         return loops.Rows(
             values=values,
             range=row_statistics(values).range,

@@ -40,7 +40,6 @@ def spreading(
         return None
     cores = sorted(os.sched_getaffinity(0))
     with ExitStack() as stack:
-
         everyone: list[subprocess.Popen[str]] = []
         numbers: list[Any] = []
 

@@ -126,7 +126,9 @@ def change(past: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         words = []
         for which in TIMES:
             then, now = row.get(f"{which}_then_ns"), row.get(f"{which}_now_ns")
-            both = then is not None and now is not None
-            words += [f"{then:.1f}", f"{now:.1f}", f"{now / then:.2f}"] if both else ["-"] * 3
+            if then is None or now is None:
+                words += ["-"] * 3
+            else:
+                words += [f"{then:.1f}", f"{now:.1f}", f"{now / then:.2f}"]
         lines.append([row["name"], *words])
     return f"Against {past['commit']} of {past['date']}, nanoseconds:\n" + align(lines)

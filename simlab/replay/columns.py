@@ -178,8 +178,7 @@ class TraceColumns:
             # Groups of cells that run side by side read the same rows.
             with self._reading:
                 if self._blocks.get(column, (None,))[0] != number:
-                    rows = self.trace.routing.select(column).slice(first, BLOCK_ROWS)
-                    values = self.trace.collect("routing", rows).to_series()
+                    values = self.trace.values(column, first, BLOCK_ROWS)
                     self._blocks[column] = number, values.to_numpy().reshape(len(values), -1)
                 block = self._blocks[column][1]
             parts.append(block[max(start - first, 0) : stop - first])

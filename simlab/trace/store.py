@@ -28,6 +28,8 @@ from simlab.types import DECODE, PREFILL, TraceHeader
 
 BLOCK_ROWS = 4096
 """Rows of a row group, and what a replay decodes at once."""
+_KEPT_BYTES = 32 << 20
+"""Scores up to this size are decoded once and kept with their trace."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,26 @@ class Trace:
         """Whether every routing row carries the scores its graph sorted."""
         if not self.n_rows:
             return False
+        if self._all_scores is not None:
+            return self._all_scores.null_count() == 0
         return self.collect("routing", self.routing.select(pl.col("scores").null_count())).item() == 0
+
+    @cached_property
+    def _all_scores(self) -> pl.Series | None:
+        """The scores of a short trace, kept, since finding out whether any are missing decodes them all."""
+        if 4 * self.n_rows * self.header.n_expert > _KEPT_BYTES:
+            return None
+        return self.collect("routing", self.routing.select("scores")).to_series().rechunk()
+
+    def values(self, column: str, start: int, n: int) -> pl.Series:
+        """A column of the routing table, `n` rows from `start` on or as many as there are.
+
+        Raises:
+            InputError: a part of the table cannot be read.
+        """
+        if column == "scores" and self._all_scores is not None:
+            return self._all_scores.slice(start, n)
+        return self.collect("routing", self.routing.select(column).slice(start, n)).to_series()
 
     def collect(self, table: str, frame: pl.LazyFrame) -> pl.DataFrame:
         """Run a query on one of the tables.
