@@ -27,7 +27,7 @@ from simlab.replay.parts import Parts, describe
 from simlab.replay.run import sweep
 from simlab.trace.store import open_trace
 
-OPTIONS = ["--budget", "6/layer,8/layer,1.5cycles", "--margin", "0,.1", "--evict", "lru,lfu"]
+OPTIONS = ["--budget", "6/layer,8/layer,10/layer", "--margin", "0,.1", "--evict", "lru,lfu"]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def trace(tmp_path_factory):
 @pytest.fixture(scope="module")
 def cells():
     return build_cells(
-        budgets=["6/layer", "8/layer", "1.5cycles"], margins=["0", ".1"], evicts=["lru", "lfu"]
+        budgets=["6/layer", "8/layer", "10/layer"], margins=["0", ".1"], evicts=["lru", "lfu"]
     )
 
 
@@ -149,7 +149,7 @@ def test_another_sweep_is_refused_in_one_line(trace, cells, tmp_path, capsys):
     out = tmp_path / "s.parquet"
     folder = half_done(trace, cells, out)
     before = {p.name: p.stat().st_mtime_ns for p in folder.iterdir()}
-    assert run_cli(trace, out, "--scope", "per_layer") == 2
+    assert run_cli(trace, out, "--prefetch", "previous_token:K=1") == 2
     assert "the cell options have changed" in capsys.readouterr().err
     assert run_cli(trace, out, "--train", "50%") == 2
     assert "--train has changed" in capsys.readouterr().err
