@@ -96,6 +96,14 @@ def test_failures_are_one_line(binary, tmp_path, monkeypatch, how, said):
     assert "\n" not in str(failure.value)
 
 
+def test_a_program_in_the_current_folder(binary, tmp_path, monkeypatch):
+    """`./name` loses its dot as a path, and is no name of the search path all the same."""
+    monkeypatch.setenv("STAND_IN", "status")
+    monkeypatch.chdir(binary.parent)
+    with pytest.raises(RunError, match="ended with status 3"):
+        engine(Path("./stand-in")).run(one(), open_trace(ORIGINAL).header, Source(prompt="x", n=1), tmp_path)
+
+
 def test_programs_that_are_none(tmp_path):
     nothing = tmp_path / "nothing"
     with pytest.raises(InputError, match="no such file"):

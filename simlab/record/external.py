@@ -57,7 +57,7 @@ class ExternalEngine:
     """A binary with the options that are the same for every cell.
 
     Args:
-        binary: a path, or a name on the search path.
+        binary: a path; a bare name is a file of the current folder.
         threads, lanes, n_ctx, overlap: `-t`, `--io-threads`, `-c`, `--overlap`; None leaves the choice to it.
         more: further words for its command line.
 
@@ -107,7 +107,8 @@ class ExternalEngine:
             InputError: as `arguments`.
             RunError: it did not start, failed, was killed, or wrote nothing that can be read.
         """
-        words = [str(self.binary), *self.arguments(cell, header, source, folder)]
+        # A relative name without a folder would be looked for on the search path.
+        words = [str(self.binary.absolute()), *self.arguments(cell, header, source, folder)]
         output, errors = folder / "stdout.txt", folder / "stderr.txt"
         with output.open("wb") as out, errors.open("wb") as err:
             try:

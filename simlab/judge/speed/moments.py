@@ -71,8 +71,8 @@ class Moments:
         share = f"{100 * self.share:.0f} %"
         if not self.looks:
             return (
-                f"this machine's speed from one moment to another: {share}, assumed (docs/time.md); no live check of "
-                "its processor is kept yet"
+                f"this machine's speed from one moment to another: {share}, assumed of one in the same use "
+                "(docs/time.md); no live check of its processor is kept yet"
             )
         many = f"{self.looks} live check{'s' * (self.looks > 1)}"
         return (
