@@ -41,8 +41,10 @@ def holds(replayer: Replayer, cell: int) -> tuple[list[tuple[int, int]], np.ndar
     for group in replayer.groups:
         if cell in group.indices:
             lane = group.indices.index(cell)
-            stamp = np.asarray(group.carry["stamp"])[..., lane]
-            if group.walk is None:
+            stamp = np.asarray(group.carry["stamp"])
+            if stamp.ndim == 3:
+                stamp = stamp[..., lane]
+            if "resident" in group.carry:
                 resident = np.asarray(group.carry["resident"])[..., lane]
             else:
                 resident = stamp > np.asarray(group.carry["mark"])[..., lane][:, None]
@@ -332,7 +334,7 @@ def test_lanes_on_several_devices_are_those_on_one(monkeypatch):
     assert replayer.numbers() == spread
 
 
-@pytest.mark.parametrize("needs", [set(), {"scores", "rank"}], ids=str)
+@pytest.mark.parametrize("needs", [set(), {"scores", "rank"}], ids=["nothing", "rank too"])
 def test_ordered_is_for_scores_alone(needs):
     with pytest.raises(InputError, match="only a rerank policy that needs scores and nothing else"):
 

@@ -96,7 +96,8 @@ def test_counts_as_the_reference(tmp_path):
     """Every count of a run by the slow reference, without a second scan of ours."""
     header = make_header(n_layer=2, n_expert=24, k=3, sizes=(900, 1300))
     trace = generate(header, seed=11, n_prefill=4, n_decode=60, grain=0.5)
-    cells = build_cells(budgets=["15%", "50%"], evicts=["lfu", "belady", "random"])
+    cells = build_cells(budgets=["15%", "50%"], evicts=["lru", "lfu", "belady", "random"])
+    assert all(isinstance(g.walk, SharedWalk) for g in Replayer(trace.write(tmp_path / "s"), cells).groups)
     some = 0
     for cell, numbers in zip(cells, sweep(trace.write(tmp_path / "t"), cells), strict=True):
         golden = reference_replay(trace, as_reference(cell, trace, cell.evict))

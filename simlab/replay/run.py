@@ -371,12 +371,13 @@ class Replayer:
         return np.array([header.entry_bytes[layer] for layer in header.moe_layers], np.int64)
 
     def _fast_kind(self, cell: Cell) -> tuple[Any, ...]:
-        """What the cells of a group must share to take the faster scan of `recency.py`; empty for those that cannot."""
+        """What the cells of a group must share to take one of the faster scans; empty for those that cannot."""
         steps = {step.policy.stage: step for step in _acting(cell.route)}
         rerank, drop = steps.get("rerank"), steps.get("drop")
         eviction = find_eviction(cell.evict)
         recency = is_recency(eviction)
-        order = shared_order(eviction) if not recency and follows_router(cell.route) else None
+        # Where no lane changes the routing, that of LRU is an order like others, and its scan compiles sooner.
+        order = shared_order(eviction) if follows_router(cell.route) else None
         if self._plain or cell.sequential or "swap" in steps or not (recency or order):
             return ()
         if rerank is not None and (not rerank.policy.ordered or rerank.policy.learns):
@@ -390,7 +391,7 @@ class Replayer:
             return ()
         per_layer = resolve_budget(cell.budget, cell.scope, self.trace.header, k).per_layer
         knobs = vars(knob_values(eviction.knobs, cell.evict_knobs))
-        return ("recency", k, per_layer) if recency else (order, k, per_layer, tuple(knobs.items()))
+        return (order, k, per_layer, tuple(knobs.items())) if order else ("recency", k, per_layer)
 
     def _learned(self, shape: ProgramShape) -> Tree:
         """What the routing policies of a group learned: one for all its lanes."""
