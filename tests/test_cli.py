@@ -251,6 +251,17 @@ def test_replay_by(by: str, n: int, toy_with_budget: Path, capsys: Captured) -> 
     assert sum(row["hits"] for row in cell[f"by_{by}"]) == cell["decode"]["hits"]
 
 
+def test_a_bench_without_a_word_measures_both(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    monkeypatch.setattr("simlab.cli.bench._replay", lambda args: ({"cells": args.cells}, "loops"))
+    monkeypatch.setattr("simlab.cli.bench._engine", lambda args: ({"tokens": args.tokens}, "hook"))
+    assert main(["bench", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"replay": {"cells": 64}, "engine": {"tokens": 128}}
+    assert main(["bench"]) == 0
+    assert capsys.readouterr().out == "loops\n\nhook\n"
+    assert main(["bench", "--json", "engine", "--tokens", "16"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"tokens": 16}
+
+
 def test_replay_with_look_ahead_and_intervals(toy_with_budget: Path, capsys: Captured) -> None:
     argv = ["replay", str(toy_with_budget), "--prefetch", "previous_token:K=1", "--intervals"]
     assert main([*argv, "--json"]) == 0
