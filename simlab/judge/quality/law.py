@@ -29,10 +29,11 @@ from scipy import optimize, stats
 from simlab.cells import build_cells
 from simlab.cli.options import recorded_evict, recorded_route
 from simlab.errors import InputError
+from simlab.judge.measure import decode_losses
 from simlab.judge.quality.features import UNDECIDED, features_of
 from simlab.judge.stats import standard_error
 from simlab.trace.store import Trace
-from simlab.types import DECODE, THROW_AWAY_TURN, Cell, TraceHeader
+from simlab.types import Cell, TraceHeader
 
 LEVEL = 0.90
 """Of the prediction intervals."""
@@ -99,8 +100,7 @@ def losses_of(trace: Trace) -> pl.DataFrame:
     Raises:
         InputError: no token has a loss.
     """
-    counted = (pl.col("phase") == DECODE) & (pl.col("turn") != THROW_AWAY_TURN) & pl.col("nll").is_not_null()
-    frame = trace.collect("tokens", trace.tokens.filter(counted).select("turn", "step", "next_token", "nll"))
+    frame = decode_losses(trace)
     if not frame.height:
         raise InputError(f"{trace.path}/tokens: no token has an nll; record a text with simlab record --text")
     return frame
