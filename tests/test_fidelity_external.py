@@ -165,7 +165,9 @@ def test_the_stand_in_beside_replays(binary, tmp_path, capsys, monkeypatch):
         "drop_cold:F=.75",
     ]
     assert main(words) == 0
-    rows = json.loads(capsys.readouterr().out)
+    shown = capsys.readouterr()
+    assert "warning" not in shown.err
+    rows = json.loads(shown.out)
     whole = {(r["compared"], r["route"]): r for r in rows if r["part"] == "all" and r["text"] == "b"}
     assert set(whole) == {("L1-L2", "substitute"), ("L1-L2", "drop_cold"), ("own-L2", "drop_cold")}
     margin, of_simlab, own = whole.values()
