@@ -38,9 +38,7 @@ def trace(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cells():
-    return build_cells(
-        budgets=["6/layer", "8/layer", "10/layer"], margins=["0", ".1"], evicts=["lru", "lfu"]
-    )
+    return build_cells(budgets=["6/layer", "8/layer", "10/layer"], margins=["0", ".1"], evicts=["lru", "lfu"])
 
 
 @pytest.fixture(scope="module")
