@@ -225,6 +225,22 @@ def test_a_law_that_does_not_fit_says_so_in_its_width():
     assert calm.relative_spread < 0.1 < rough.relative_spread
 
 
+def test_the_error_of_a_law_is_that_at_texts_left_out_by_hand():
+    """Two texts of which one rises by 1 and the other by 3 times mass^2: each law of one is 2 off at the other."""
+    rises = {"one": 1.0, "other": 3.0}
+    rows = [row_of(strays) for strays in (0.2, 0.4, 0.6)]
+    runs = [
+        Calibration(row, level * row["mass"] ** 2, 1e-6, text)
+        for text, level in rises.items()
+        for row in rows
+    ]
+    # Off by 2 / 3 of what is foretold and by 2 times that, three runs each.
+    by_hand = float(np.sqrt(((2 / 3) ** 2 + 2**2) / 2))
+    assert QualityModel.fit(runs, "mass^2").relative_spread == pytest.approx(by_hand, rel=1e-3)
+    of_one = [run._replace(text="one") for run in runs]
+    assert QualityModel.fit(of_one, "mass^2").relative_spread < 0.6
+
+
 def test_a_law_is_kept_as_json(tmp_path):
     model = QualityModel.fit(made_runs(next(iter(FORMS)), [0.4, 0.2, 0.3], noise=0.1), next(iter(FORMS)))
     model.save(tmp_path / "law.json")

@@ -220,7 +220,7 @@ class QualityModel:
     covariance: list[list[float]]
     """Of the coefficients, in their order."""
     relative_spread: float
-    """Standard deviation of the law's own error, as a share of the rise."""
+    """Standard deviation of the law's own error, as a share of the rise; of several texts, on texts left out."""
     noise: tuple[float, float, float]
     """`a, b, least`: a live difference of n tokens and rise d has standard error exp(a) max(d, least)^b / sqrt(n)."""
     calibrated_on: int
@@ -254,6 +254,9 @@ class QualityModel:
             fitted = matrix @ coefficients
             spread = _relative_spread(delta - fitted, fitted, error, int((coefficients > 0).sum()))
             weights = 1 / np.sqrt(error**2 + (spread * fitted) ** 2)
+        texts = np.array([run.text for run in runs])
+        if len(np.unique(texts)) > 1:
+            spread = _spread_on_texts_left_out(matrix, delta, error, weights, texts)
         covariance = _covariance(matrix * weights[:, None], coefficients > 0)
         return cls(
             form=form,
@@ -318,6 +321,23 @@ def _relative_spread(residual: Floats, fitted: Floats, error: Floats, used: int)
     while excess(high) > 0 and high < 1e3:
         high *= 2
     return float(optimize.root_scalar(excess, bracket=(0.0, high)).root) if excess(high) <= 0 else high
+
+
+def _spread_on_texts_left_out(
+    matrix: Floats, delta: Floats, error: Floats, weights: Floats, texts: NDArray[Any]
+) -> float:
+    """The spread at runs of texts that the coefficients were not fitted on, each text left out in turn.
+
+    What a law gets wrong of a text it gets wrong of all its runs, so runs of the same texts would say too little.
+    """
+    fitted = np.zeros_like(delta)
+    for text in np.unique(texts):
+        others = texts != text
+        coefficients, _ = optimize.nnls(
+            matrix[others] * weights[others, None], delta[others] * weights[others]
+        )
+        fitted[~others] = matrix[~others] @ coefficients
+    return _relative_spread(delta - fitted, fitted, error, 0)
 
 
 def _covariance(weighted: Floats, used: NDArray[np.bool_]) -> Floats:
