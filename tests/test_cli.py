@@ -397,6 +397,12 @@ def test_progress_is_for_terminals_and_long_runs(capsys: Captured, monkeypatch: 
         clock[0] = 20.0
         progress(0.5)
         assert capsys.readouterr().err == ""
+        clock[0] = 900.0
+        progress(0.9)
+        assert capsys.readouterr().err == "simlab: sweep: 90 %, about 100 s left\n"
+        clock[0] = 1800.0
+        progress(1.0)
+        assert capsys.readouterr().err == ""
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -318,6 +318,9 @@ class Progress:
         pause = _REDRAW_S if terminal else _LINE_S
         if spent < _SHOW_AFTER_S or now - self._drawn < pause or fraction <= 0:
             return
+        # What a terminal shows goes away at the end; elsewhere a line would stay that says nothing.
+        if fraction >= 1 and not terminal:
+            return
         self._drawn = now
         text = f"{self._what}: {100 * fraction:.0f} %, about {spent / fraction - spent:.0f} s left"
         if not terminal:
