@@ -130,7 +130,6 @@ def test_any_number_of_experts(short_calls, n_expert):
         ["resident_only"],
         ["top_k:k=2+substitute:L=0.3", "top_k:k=2+substitute:L=0.6"],
         ["top_k:k=6+substitute:L=0.3"],
-        ["top_k:k=2", "original"],
     ],
     ids=lambda routes: routes[0],
 )
