@@ -14,7 +14,7 @@ from synthetic import generate, make_header
 from simlab.cells import build_cells
 from simlab.policy import eviction
 from simlab.replay import keyed, keyed_walk
-from simlab.replay.keyed_order import blocks, in_order, packed_keys
+from simlab.replay.keyed_order import LAST_USE, blocks, in_order, packed_keys
 from simlab.replay.run import Replayer
 
 N = 7
@@ -58,9 +58,9 @@ def test_entries_by_key_and_then_by_last_use(dtype, data, uses, first, size, n):
     # Stamps are places in the walk: all different, but for entries never used.
     stamp = np.array([-1 if x < 0 else x * N + i for i, x in enumerate(first)])
     made = [(batch, entry, data.draw(values)) for batch, used in enumerate(uses) for entry in used]
-    now = {"stamp": stamp, "worth": np.array(start, dtype)}
+    now = {LAST_USE: stamp, "worth": np.array(start, dtype)}
     batch, entry = (np.array([use[i] for use in made], np.int64) for i in (0, 1))
-    new = {"stamp": 100 + np.arange(len(made)), "worth": np.array([use[2] for use in made], dtype)}
+    new = {LAST_USE: 100 + np.arange(len(made)), "worth": np.array([use[2] for use in made], dtype)}
     found = np.full((len(uses), n), -1)
     for block in blocks(now, batch, entry, new, len(uses), size):
         of_block = np.minimum(np.arange(block.start, block.start + size), len(uses) - 1)

@@ -23,6 +23,8 @@ from simlab.replay.shape import Tree
 from simlab.routing import eviction_key
 from simlab.types import Array, EvictionPolicy
 
+LAST_USE, PLACE = "last use", "place in order"
+"""What is known beside the policy's state, by names that no state of a policy has."""
 _SIGN = 1 << 63
 
 
@@ -32,7 +34,7 @@ class Block(NamedTuple):
     start: int
     """The first of them."""
     known: dict[str, NDArray[Any]]
-    """By name `[size, N]`, past the last batch its row again; `place` has a number for each, ascending by last use."""
+    """By name `[size, N]`, past the last batch its row again; `PLACE` has a number for each, ascending by last use."""
     entry: NDArray[np.int64]
     """Of each place the entry."""
 
@@ -53,19 +55,19 @@ def blocks(
     """`n` batches, `size` at a time.
 
     Args:
-        first: by name `[N]`, before the first batch; `stamp` among them, the last use, -1 for never. batch, entry:
+        first: by name `[N]`, before the first batch; `LAST_USE` among them, -1 for never. batch, entry:
             `[U]`, uses in the order in which they were made. new: by name `[U]`, what stands after them.
     """
     now = {name: v.copy() for name, v in first.items()}
     for start in range(0, n, size):
         mine = slice(*np.searchsorted(batch, (start, start + size)))
         # Of equal keys the entry used longest ago goes first: by last use so far, and then as they are used.
-        so_far = np.argsort(now["stamp"], kind="stable")
-        now["place"] = np.empty(len(so_far), np.int64)
-        now["place"][so_far] = np.arange(len(so_far))
+        so_far = np.argsort(now[LAST_USE], kind="stable")
+        now[PLACE] = np.empty(len(so_far), np.int64)
+        now[PLACE][so_far] = np.arange(len(so_far))
         of_place = np.concatenate([so_far, entry[mine]])
         fresh = {name: v[mine] for name, v in new.items()}
-        fresh["place"] = np.arange(len(so_far), len(of_place))
+        fresh[PLACE] = np.arange(len(so_far), len(of_place))
         known = {
             name: _at_batches(v, batch[mine] - start, entry[mine], fresh[name], size)
             for name, v in now.items()
@@ -96,12 +98,12 @@ def packed_keys(
     Args:
         known: by name `[P, N]`, as a `Block` has it. facts: by name `[N]`. batch: int64 `[P]`. bits: of a place.
     """
-    stamp, place = known["stamp"], known["place"]
+    stamp, place = known[LAST_USE], known[PLACE]
 
     def one(state: Tree, stamp: Array, batch: Array) -> Array:
         return eviction_key(jnp, policy, state | facts, stamp, batch, SimpleNamespace(**knobs))
 
-    state = {name: v for name, v in known.items() if name not in ("stamp", "place")}
+    state = {name: v for name, v in known.items() if name not in (LAST_USE, PLACE)}
     key = kept(jax.vmap(one))(state, stamp, batch)
     above = kept(_whole)(key)
     above = above - above.min()

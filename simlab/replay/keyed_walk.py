@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from simlab.replay.batches import padded
 from simlab.replay.keyed import KeyedShape, run
-from simlab.replay.keyed_order import Block, blocks, in_order, packed_keys
+from simlab.replay.keyed_order import LAST_USE, Block, blocks, in_order, packed_keys
 from simlab.replay.programs import compiled
 from simlab.replay.shape import Tree, code_key
 from simlab.replay.shared_walk import STEPS, SharedWalk, Uses, of_uses
@@ -100,9 +100,9 @@ class KeyedWalk(SharedWalk):
         at = np.flatnonzero(here)[np.argsort(uses.position[here])]
         entry, of_batch = uses.entry[at] - first, np.searchsorted(numbers, uses.batch[at])
         mine = slice(first, first + n)
-        known = {"stamp": np.asarray(carry["stamp"]).reshape(-1)[mine]}
+        known = {LAST_USE: np.asarray(carry["stamp"]).reshape(-1)[mine]}
         known |= {name: np.asarray(v).reshape(-1)[mine] for name, v in carry["eviction_state"].items()}
-        new = {"stamp": uses.position[at]} | {name: v[at] for name, v in uses.state.items()}
+        new = {LAST_USE: uses.position[at]} | {name: v[at] for name, v in uses.state.items()}
         layer, expert = (
             x.astype(np.int32) for x in np.divmod(np.arange(first, first + n), self._shape.n_expert)
         )
@@ -137,5 +137,5 @@ class KeyedWalk(SharedWalk):
         def function(known: Tree, facts: Tree, batch: Any, bits: Any, knobs: Tree) -> Any:
             return packed_keys(policy, known, facts, batch, bits, knobs)
 
-        call = compiled(("keys", code_key((), policy), block.known["stamp"].shape), function)
+        call = compiled(("keys", code_key((), policy), block.known[LAST_USE].shape), function)
         return call(block.known, facts, batch, np.int32(block.bits), knobs)
