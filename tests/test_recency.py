@@ -17,13 +17,15 @@ from simlab.cells import build_cells
 from simlab.errors import InputError
 from simlab.policy import eviction, find_eviction, routing
 from simlab.policy_check import check_policy
-from simlab.replay import columns, devices, programs, recency_walk
+from simlab.replay import columns, devices, programs, recency_walk, routed_loop, routed_walk
 from simlab.replay.batches import WORD, finite_words, score_order
 from simlab.replay.bits import Passed, nth_one, pass_bits
 from simlab.replay.recency import is_recency
+from simlab.replay.routed_rows import compare_keys
+from simlab.replay.routed_walk import RoutedWalk
 from simlab.replay.run import Replayer
 from simlab.trace.store import Trace, open_trace
-from simlab.types import Cell, Choice
+from simlab.types import Cell, CellNumbers, Choice
 
 ROUTES = ["substitute:L=0.1", "substitute:L=0.4", "substitute:L=1"]
 BUDGETS = ["6%", "20%", "45%", "100%"]
@@ -37,10 +39,15 @@ few = settings(
 
 
 def holds(replayer: Replayer, cell: int) -> tuple[list[tuple[int, int]], np.ndarray]:
-    """A cell's entries from the least to the most recently used, and whether each is in RAM `[B, E]`."""
+    """A cell's entries from the least to the most recently used, and whether each is in RAM `[B, E]`.
+
+    The compiled loop tells of entries in RAM alone.
+    """
     for group in replayer.groups:
         if cell in group.indices:
             lane = group.indices.index(cell)
+            if isinstance(group.walk, RoutedWalk):
+                return held_by_loop(group.carry, lane, (group.shape.n_layers, group.shape.n_expert))
             stamp = np.asarray(group.carry["stamp"])
             if stamp.ndim == 3:
                 stamp = stamp[..., lane]
@@ -53,31 +60,46 @@ def holds(replayer: Replayer, cell: int) -> tuple[list[tuple[int, int]], np.ndar
     raise AssertionError(cell)
 
 
+def held_by_loop(carry, lane: int, shape: tuple[int, int]) -> tuple[list[tuple[int, int]], np.ndarray]:
+    tile, place = lane % len(carry["here"]), lane // len(carry["here"])
+    live = np.unpackbits(carry["live"][tile, place].view(np.uint8), axis=-1, bitorder="little").astype(bool)
+    entries = carry["log"][tile, place][live[:, : carry["log"].shape[-1]]]
+    in_ram = carry["here"][tile] >> np.uint32(place) & 1 > 0
+    return [(int(e) // shape[1], int(e) % shape[1]) for e in entries], in_ram.reshape(shape)
+
+
 def agree(trace: Trace, cells: list[Cell], *, rows_at_once: int = 1, order: bool = True) -> Replayer:
-    """Walk both scans side by side and compare caches and counters after every step."""
-    fast, plain = Replayer(trace, cells), Replayer(trace, cells, plain=True)
-    assert all(group.walk is not None for group in fast.groups)
+    """Walk the loop, the scan and the plain scan side by side and compare caches and counters after every step."""
+    plain = Replayer(trace, cells, plain=True)
+    everyone = [Replayer(trace, cells), Replayer(trace, cells, loops=False)]
+    assert all(group.walk is not None for fast in everyone for group in fast.groups)
     assert all(group.walk is None for group in plain.groups)
     while plain.advance(rows_at_once):
-        assert fast.advance(rows_at_once)
-        assert fast.row == plain.row
-        for cell in range(len(cells)):
-            (one, in_ram), (other, also) = holds(fast, cell), holds(plain, cell)
-            assert np.array_equal(in_ram, also)
-            if order:
-                assert one == other
-            else:
-                # A place of one cache says nothing about another's.
-                for layer in range(len(trace.header.moe_layers)):
-                    assert [e for b, e in one if b == layer] == [e for b, e in other if b == layer]
-        for mine, theirs in zip(fast.numbers(), plain.numbers(), strict=True):
-            for phase in ("decode", "all"):
-                a, b = vars(getattr(mine, phase)), vars(getattr(theirs, phase))
-                for name, value in b.items():
-                    close = value is not None and name in ("mass_displaced", "score_regret", "agreement")
-                    assert a[name] == (pytest.approx(value, rel=1e-12, abs=1e-15) if close else value), name
-    assert not fast.advance()
-    return fast
+        for fast in everyone:
+            assert fast.advance(rows_at_once)
+            assert fast.row == plain.row
+            for cell in range(len(cells)):
+                (one, in_ram), (other, also) = holds(fast, cell), holds(plain, cell)
+                assert np.array_equal(in_ram, also)
+                if fast is everyone[0]:
+                    one = [entry for entry in one if in_ram[entry]]
+                    other = [entry for entry in other if in_ram[entry]]
+                if order:
+                    assert one == other
+                else:
+                    # A place of one cache says nothing about another's.
+                    for layer in range(len(trace.header.moe_layers)):
+                        assert [e for b, e in one if b == layer] == [e for b, e in other if b == layer]
+            for mine, theirs in zip(fast.numbers(), plain.numbers(), strict=True):
+                for phase in ("decode", "all"):
+                    a, b = vars(getattr(mine, phase)), vars(getattr(theirs, phase))
+                    for name, value in b.items():
+                        close = value is not None and name in ("mass_displaced", "score_regret", "agreement")
+                        assert a[name] == (pytest.approx(value, rel=1e-12, abs=1e-15) if close else value), (
+                            name
+                        )
+    assert not any(fast.advance() for fast in everyone)
+    return everyone[0]
 
 
 def written(trace: Synthetic) -> Trace:
@@ -89,6 +111,7 @@ def written(trace: Synthetic) -> Trace:
 def short_calls(monkeypatch):
     """Few batches in one call, so that places are counted anew again and again."""
     monkeypatch.setattr(recency_walk, "_BATCHES", {"routed": 4, "narrow": 4, "wide": 2})
+    monkeypatch.setattr(routed_walk, "_MOST_ROWS", 4)
 
 
 traces = st.builds(
@@ -237,7 +260,7 @@ def test_what_cannot_take_the_faster_scan():
         build_cells(budgets=["20%"], sequential=True),
     ):
         (group,) = Replayer(one, cells).groups
-        assert not isinstance(group.walk, recency_walk.RecencyWalk)
+        assert not isinstance(group.walk, (recency_walk.RecencyWalk, RoutedWalk))
 
 
 # -- its parts -----------------------------------------------------------------------------------------------
@@ -318,19 +341,68 @@ def test_score_order_is_that_of_a_stable_sort(n_expert):
     assert not words.reshape(len(values), -1)[:, n_expert:].any()
 
 
+@pytest.mark.parametrize("loops", [True, False], ids=["loop", "scan"])
 @pytest.mark.slow
-def test_lanes_on_several_devices_are_those_on_one(monkeypatch):
+def test_lanes_on_several_devices_are_those_on_one(loops, monkeypatch):
     trace = written(generate(make_header(n_layer=2, n_expert=24, k=4), seed=2, n_decode=12))
     cells = build_cells(budgets=BUDGETS, routes=[*ROUTES, "substitute:L=0.7"])
     assert devices.n_parts(len(cells)) == min(len(jax.local_devices()), 2)
-    spread = agree(trace, cells, rows_at_once=8).numbers()
+    spread = finished(Replayer(trace, cells, loops=loops))
     monkeypatch.setattr(devices, "_FEWEST", len(cells) + 1)
+    monkeypatch.setattr(routed_walk, "_FEWEST", len(cells) + 1)
     monkeypatch.setattr(programs, "_PROGRAMS", OrderedDict())
     assert devices.n_parts(len(cells)) == 1
-    replayer = Replayer(trace, cells)
+    one = Replayer(trace, cells, loops=loops)
+    assert finished(one) == spread
+    if loops:
+        assert len(one.groups[0].carry["here"]) == 1
+
+
+def finished(replayer: Replayer) -> list[CellNumbers]:
     while replayer.advance():
         pass
-    assert replayer.numbers() == spread
+    return replayer.numbers()
+
+
+@pytest.mark.slow
+def test_a_cache_of_more_entries_than_two_bytes_count(monkeypatch):
+    """A loop for wider numbers, which a model of more experts than that would have."""
+    trace = written(generate(make_header(n_layer=2, n_expert=24, k=4), seed=9, n_decode=40))
+    cells = build_cells(budgets=BUDGETS, routes=ROUTES)
+    narrow = finished(Replayer(trace, cells))
+    monkeypatch.setattr(routed_loop, "_NEVER_16", 90)
+    wide = Replayer(trace, cells)
+    assert wide.groups[0].carry["last"].dtype == np.uint32
+    assert finished(wide) == narrow
+
+
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_keys_are_compared_as_one_by_one(k):
+    """How many of those not in RAM go before one in RAM, for keys of few values, so that many are equal."""
+    rng = np.random.default_rng(k)
+    expert = np.stack([rng.permutation(20) for _ in range(60)]).astype(np.uint16)
+    outside = -np.sort(-rng.integers(0, 60, (60, 1, 20)), axis=2)
+    key = np.stack([outside, np.maximum(outside + 5, outside)], axis=2).astype(np.float32)
+    key[::7, :, :, 15:] = -np.inf
+    reach, before, is_plain = compare_keys(key, expert, k)
+    assert 0 < is_plain.mean() < 1
+    for row in range(60):
+        out, inside = key[row, 0]
+        least = min(out[k - 1], inside[k - 1])
+        assert reach[row, 0] == max((out >= least).sum(), (inside >= least).sum())
+        # Best first, and of equal ones the lower id: a list in order keeps its order so.
+        if is_plain[row, 0]:
+            n_out, n_in = (out >= least).sum(), (inside >= least).sum()
+            for kind, n in ((out, n_out), (inside, n_in)):
+                assert list(np.lexsort((expert[row, :n], -kind[:n]))) == list(range(n))
+            for rank in range(n_in):
+                better = [
+                    (out[other], -int(expert[row, other])) > (inside[rank], -int(expert[row, rank]))
+                    for other in range(n_out)
+                    if other != rank
+                ]
+                mine = before[row, 0, rank]
+                assert sum(better) == mine - (rank < min(mine, n_out))
 
 
 @pytest.mark.parametrize("needs", [set(), {"scores", "rank"}], ids=["nothing", "rank too"])

@@ -71,20 +71,26 @@ def score_order(values: NDArray[np.float32]) -> tuple[NDArray[np.int32], NDArray
     """
     n_rows, n_expert = values.shape
     n = -(-n_expert // WORD) * WORD
-    # As `selection_key` has it, in halves of 32 bits: sorting one number of both is several times faster than a
-    # stable argsort.
-    halves = np.empty((n_rows, n_expert, 2), np.int32)
-    halves[..., _LOW] = np.arange(n_expert, dtype=np.int32)
-    halves[..., 1 - _LOW] = ~_turned(values.view(np.int32))
-    halves.view(np.int64)[..., 0].sort(axis=1)
     order = np.zeros((n_rows, n), np.int32)
-    order[:, :n_expert] = halves[..., _LOW]
     ranked = np.empty((n_rows, n + 1, 2), np.int32)
-    ranked[:, :n_expert, _LOW] = halves[..., _LOW]
-    ranked[:, :n_expert, 1 - _LOW] = _turned(~halves[..., 1 - _LOW])
+    order[:, :n_expert], by_rank = sorted_scores(values)
+    ranked[:, :n_expert, _LOW] = order[:, :n_expert]
+    ranked[:, :n_expert, 1 - _LOW] = by_rank.view(np.int32)
     ranked[:, n_expert:, _LOW] = n_expert
     ranked[:, n_expert:, 1 - _LOW] = np.float32("-inf").view(np.int32)
     return order, ranked.view(np.int64)[..., 0]
+
+
+def sorted_scores(values: NDArray[np.float32]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Experts of each row by value, best first, ties by id, and their values, `[rows, E]`; as for `score_order`."""
+    # As `selection_key` has it, in halves of 32 bits: sorting one number of both is several times faster than a
+    # stable argsort.
+    halves = np.empty((*values.shape, 2), np.int32)
+    halves[..., _LOW] = np.arange(values.shape[1], dtype=np.int32)
+    halves[..., 1 - _LOW] = ~_turned(values.view(np.int32))
+    halves.view(np.int64)[..., 0].sort(axis=1)
+    order = np.ascontiguousarray(halves[..., _LOW])
+    return order, _turned(~halves[..., 1 - _LOW]).view(np.float32)
 
 
 _LOW = 0 if sys.byteorder == "little" else 1

@@ -35,22 +35,18 @@ from simlab.replay.future import (
     router_walks,
 )
 from simlab.replay.kernel import first_carry, program
-from simlab.replay.keyed_walk import KeyedWalk
 from simlab.replay.lanes import lanes_of, padded_lanes
-from simlab.replay.ranked_walk import RankedWalk
-from simlab.replay.recency import is_recency
 from simlab.replay.recency_walk import RecencyWalk
+from simlab.replay.routed_walk import RoutedWalk
 from simlab.replay.shape import COUNTERS, NO_ROW, ProgramShape, Tree, code_key
-from simlab.replay.shared_order import shared_order
-from simlab.replay.shared_walk import SharedWalk
 from simlab.replay.side_by_side import side_by_side
 from simlab.replay.speculation import told
 from simlab.replay.tally import phase_numbers
 from simlab.replay.training import load_training, prepared
-from simlab.replay.units import can_count
+from simlab.replay.walks import Walk, acting_steps, is_looped, kind_of_walk, make_walk
 from simlab.routing import knob_values
 from simlab.trace.store import Trace, open_trace
-from simlab.types import Cell, CellNumbers, Route, Step
+from simlab.types import Cell, CellNumbers, Route
 
 offer_cores()
 
@@ -105,7 +101,7 @@ class Group:
     """Per chunk, arrays `[rows, ..., lanes]`; empty unless the shape asks for detail."""
     foretold: Tree
     """Columns of its own, arrays `[all rows, ..., lanes]`: next uses, and a first pass's routing."""
-    walk: RecencyWalk | SharedWalk | None
+    walk: Walk | None
     """The faster scan, where the group can take it."""
 
     @property
@@ -120,6 +116,7 @@ class Replayer:
     Args:
         detail: keep every slot of every row (for `slots.py`; memory grows with rows x lanes).
         plain: use the scan that holds for every policy (`kernel.py`), even where LRU has a faster one.
+        loops: walk by compiled loops where JAX runs on a CPU; else by the scans that accelerators take.
         train: what policies that learn do so from, as `--train` takes it; rows of this trace they learn from
             run and are not counted.
     """
@@ -131,11 +128,13 @@ class Replayer:
         *,
         detail: bool = False,
         plain: bool = False,
+        loops: bool = True,
         train: str | None = None,
     ) -> None:
         self.trace = trace if isinstance(trace, Trace) else open_trace(trace)
         self.cells = list(cells)
         self._plain = plain or detail
+        self._loops = loops and jax.default_backend() == "cpu"
         self.columns = TraceColumns(self.trace)
         self._look_ahead = partial(look_ahead, self.trace.header, self.columns.speculative.shape[1])
         self.training = load_training(train, self.trace.header, self.columns) if train is not None else None
@@ -168,7 +167,7 @@ class Replayer:
             mass_before=any("mass" in s.policy.needs for g in self.groups for s in g.shape.steps),
         )
 
-    def advance(self, n_rows: int = 2 * CHUNK_ROWS) -> bool:
+    def advance(self, n_rows: int = 8 * CHUNK_ROWS) -> bool:
         """Replay `n_rows` further rows and the batch they end in; False, and nothing done, at the trace's end.
 
         Raises:
@@ -301,16 +300,17 @@ class Replayer:
     def _group(self, indices: list[int], detail: bool) -> Group:
         header = self.trace.header
         cells = [self.cells[i] for i in indices]
-        cells += cells[-1:] * (padded_lanes(len(cells)) - len(cells))
+        fast = self._fast_kind(cells[0])
+        if not (fast and is_looped(fast[0], self._loops)):
+            cells += cells[-1:] * (padded_lanes(len(cells)) - len(cells))
         eviction = find_eviction(cells[0].evict)
         widths = [effective_k(c.route, header) for c in cells]
         for cell, k in zip(cells, widths, strict=True):
             self._check_scores(cell.route, k)
         n_slots = max(widths)
         n_list = max(n_slots, header.n_expert_used)
-        fast = self._fast_kind(cells[0])
         shape = ProgramShape(
-            steps=_acting(cells[0].route) if fast else cells[0].route.steps,
+            steps=acting_steps(cells[0].route) if fast else cells[0].route.steps,
             eviction=eviction,
             n_layers=len(header.moe_layers),
             n_expert=header.n_expert,
@@ -332,12 +332,16 @@ class Replayer:
             budgets = [
                 resolve_budget(c.budget, c.scope, header, k) for c, k in zip(cells, widths, strict=True)
             ]
-            if fast[0] == "recency":
-                walk = RecencyWalk(self.columns, shape, budgets, self._entry_bytes)
-            else:
-                knobs = knob_values(eviction.knobs, cells[0].evict_knobs)
-                kind = RankedWalk if fast[0] == "fixed" else KeyedWalk
-                walk = kind(self.columns, shape, budgets, self._entry_bytes, knobs, foretold)
+            walk = make_walk(
+                fast[0],
+                self.columns,
+                shape,
+                budgets,
+                self._entry_bytes,
+                knob_values(eviction.knobs, cells[0].evict_knobs),
+                foretold,
+                loops=self._loops,
+            )
         carry = walk.first_carry(len(cells)) if walk is not None else first_carry(shape, len(cells))
         if eviction.prepare is not None:
             assert self.training is not None
@@ -358,7 +362,7 @@ class Replayer:
                 | self._learned(shape)
                 | (walk.lanes if walk is not None else {})
             ),
-            carry=jax.device_put(carry),
+            carry=carry if isinstance(walk, RoutedWalk) else jax.device_put(carry),
             detail=[],
             foretold={} if fast else foretold,
             walk=walk,
@@ -371,27 +375,10 @@ class Replayer:
         return np.array([header.entry_bytes[layer] for layer in header.moe_layers], np.int64)
 
     def _fast_kind(self, cell: Cell) -> tuple[Any, ...]:
-        """What the cells of a group must share to take one of the faster scans; empty for those that cannot."""
-        steps = {step.policy.stage: step for step in _acting(cell.route)}
-        rerank, drop = steps.get("rerank"), steps.get("drop")
-        eviction = find_eviction(cell.evict)
-        recency = is_recency(eviction)
-        # Where no lane changes the routing, that of LRU is an order like others, and its scan compiles sooner.
-        order = shared_order(eviction) if follows_router(cell.route) else None
-        if self._plain or cell.sequential or "swap" in steps or not (recency or order):
+        """What the cells of a group must share to take a faster walk; empty for those that cannot."""
+        if self._plain or any(self._look_ahead(cell)):
             return ()
-        if rerank is not None and (not rerank.policy.ordered or rerank.policy.learns):
-            return ()
-        if drop is not None and drop.knobs.get("prefill", 0) > 0:
-            return ()
-        k = effective_k(cell.route, self.trace.header)
-        if any(self._look_ahead(cell)) or not can_count(self._entry_bytes, self.trace.header.n_expert):
-            return ()
-        if (rerank or drop) and not self.columns.single_rows(k):
-            return ()
-        per_layer = resolve_budget(cell.budget, cell.scope, self.trace.header, k).per_layer
-        knobs = vars(knob_values(eviction.knobs, cell.evict_knobs))
-        return (order, k, per_layer, tuple(knobs.items())) if order else ("recency", k, per_layer)
+        return kind_of_walk(cell, self.columns, self._entry_bytes, loops=self._loops)
 
     def _learned(self, shape: ProgramShape) -> Tree:
         """What the routing policies of a group learned: one for all its lanes."""
@@ -481,11 +468,6 @@ class Replayer:
                 f"{self.trace.path}/routing: a weight is NaN at {self.columns.place(row)}; "
                 f"{step.policy.name} cannot tell which slots are light"
             )
-
-
-def _acting(route: Route) -> tuple[Step, ...]:
-    """The steps of a route that may change a row."""
-    return tuple(step for step in route.steps if not step.policy.is_builtin("original"))
 
 
 def _wanted(column: str, shape: ProgramShape) -> bool:

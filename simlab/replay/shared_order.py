@@ -67,14 +67,14 @@ def _shared_order(policy: EvictionPolicy) -> Order | None:
     access = {"position": whole, "first": no, "weight": np.zeros(_N, np.float32), "batch": whole}
     access |= {"layer": whole.astype(np.int32), "expert": whole.astype(np.int32)}
     access |= {"next_position": whole, "next_batch": whole}
-    of_key = _uses_last(key_of, state | ids, whole, knobs, np.int64(0))
-    of_touch = False if touch is None else _uses_last(touched, state, access, knobs, no)
+    of_key = uses_last(key_of, state | ids, whole, knobs, np.int64(0))
+    of_touch = False if touch is None else uses_last(touched, state, access, knobs, no)
     if of_key is None or of_touch is not False:
         return None
     return "moving" if of_key else "fixed"
 
 
-def _uses_last(function: Callable[..., Any], *arguments: Any) -> bool | None:
+def uses_last(function: Callable[..., Any], *arguments: Any) -> bool | None:
     """Whether a function makes anything of its last argument; None where it does not work entry by entry."""
     try:
         jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
