@@ -315,12 +315,6 @@ def test_bad_options_are_one_line(capsys, options, words):
     assert words in error[0]
 
 
-def test_without_numba_it_says_what_to_install(capsys, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main(["bench", "replay"]) == 2
-    assert "pip install" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_scaling_leaves_out_what_would_take_too_long():
     said: list[str] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -125,10 +124,6 @@ def _add_replay_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _replay(args: argparse.Namespace) -> _Measured:
-    if importlib.util.find_spec("numba") is None:
-        raise InputError(
-            "bench replay: compares with a loop compiled by numba, which is missing; pip install 'simlab[dev]'"
-        )
     scratch = Path(args.scratch) if args.scratch else None
     if scratch is not None and not scratch.is_dir():
         raise InputError(f"--scratch {scratch}: no such folder")

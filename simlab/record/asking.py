@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from simlab.record.ggml import NAME_OFFSET, Tensor, engine_missing
+from simlab.record.ggml import NAME_OFFSET, Tensor
 
 Observer = Callable[[int], bool]
 """A node's tensor pointer, to whether the graph goes on."""
@@ -61,10 +61,9 @@ def _padded(text: bytes) -> bytes:
 @cache
 def _compiled() -> Any:
     """The callback as machine code, once a process: bool (tensor, ask, table)."""
-    try:
-        from numba import carray, cfunc, types  # pyright: ignore[reportPrivateImportUsage]
-    except ImportError as error:
-        raise engine_missing() from error
+    # Not at the top: commands that record nothing do without numba's second to start.
+    from numba import carray, cfunc, types  # pyright: ignore[reportPrivateImportUsage]
+
     observe, first, n_words = _observe, _FIRST_WORD, _NAME_WORDS
     words = types.CPointer(types.uint64)
 

@@ -9,13 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-
-from simlab.record.ggml import engine_missing
-
-try:
-    from numba import njit
-except ImportError as error:
-    raise engine_missing() from error
+from numba import njit
 
 _MINUS_INFINITY = np.float32("-inf")
 

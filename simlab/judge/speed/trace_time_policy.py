@@ -14,7 +14,6 @@ like this one; `rehearsal` says None for others.
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from dataclasses import dataclass, replace
 
@@ -139,10 +138,9 @@ def _keeping(cell: Cell) -> tuple:
 def rehearsal(trace: Trace, recorded: Cell, training: Training | None = None) -> Rehearsal | None:
     """A rehearsal on a trace, or None where it would say nothing.
 
-    That is where another engine recorded it, where the engine's code is not installed, and where decode steps
-    are not of one token or lack weights.
+    That is where another engine recorded it, and where decode steps are not of one token or lack weights.
     """
-    if trace.header.engine != "simlab" or importlib.util.find_spec("numba") is None:
+    if trace.header.engine != "simlab":
         return None
     rows = _decode_rows(trace, _WARM_TOKENS + _TIMED_TOKENS)
     return None if rows is None else Rehearsal(trace, rows, recorded, training)
