@@ -24,10 +24,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
-from simlab.replay.lowest_bit import lowest_bit
-from simlab.replay.routed_rows import COMPILED
+from simlab.replay.loops import loop, lowest_bit
 from simlab.types import Array
 
 TILE = 32
@@ -115,10 +113,10 @@ class Limits(NamedTuple):
     n_expert: int
 
 
-@njit(**COMPILED)
+@loop
 def _without_gaps(
     last: Any, log: Any, live: Any, mark: Any, end: Any, room: Any, lane: int, cache: int, n_expert: int
-) -> None:  # pragma: no cover - compiled
+) -> None:
     """A lane's log written anew, with the places that are live alone."""
     n = 0
     for word in range((mark[cache, lane] + 1) // _LIVE, (end[cache, lane] + _LIVE - 1) // _LIVE):
@@ -138,16 +136,14 @@ def _without_gaps(
     room[cache, lane] = min(4 * n + 4 * n_expert, log.shape[2])
 
 
-@njit(**COMPILED)
-def _low_bits(n: Any) -> Any:  # pragma: no cover - compiled
+@loop
+def _low_bits(n: Any) -> Any:
     """uint64: the lowest n bits, of 64."""
     return np.uint64(0xFFFFFFFFFFFFFFFF) if n == _LIVE else (np.uint64(1) << np.uint64(n)) - np.uint64(1)
 
 
-@njit(**COMPILED)
-def _lay_masks(
-    here: Any, order: Any, row: int, first: int, n_words: int, mask: Any
-) -> None:  # pragma: no cover
+@loop
+def _lay_masks(here: Any, order: Any, row: int, first: int, n_words: int, mask: Any) -> None:
     """uint32 `mask[lane, word]`: by rank what each lane has in RAM of the layer whose entries begin at `first`."""
     n_expert = order.shape[1]
     for word in range(n_words):
@@ -168,10 +164,10 @@ def _lay_masks(
         low ^= np.uint32(low << np.uint32(half))
 
 
-@njit(**COMPILED)
+@loop
 def _best_of_all(
     order: Any, key: Any, row: int, which: int, here: Any, lane: int, first: int, k: int, ranks: Any
-) -> None:  # pragma: no cover - compiled
+) -> None:
     """The ranks of the k experts of largest key, ties to the lower id, whatever the order of the keys."""
     n = 0
     for rank in range(order.shape[1]):
@@ -193,10 +189,10 @@ def _best_of_all(
             n = min(n + 1, k)
 
 
-@njit(**COMPILED)
+@loop
 def walk_rows(
     caches: Any, limits: Any, rows: Any, setting: Any, lanes: Any, k: int, n_used: int, counts: Any, sums: Any
-) -> None:  # pragma: no cover - compiled
+) -> None:
     """Walk rows through the caches of a tile's lanes, each by its own routing.
 
     One function, since numba counts references to the arrays that another is handed, which takes longer than a step.

@@ -11,13 +11,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
+from simlab.replay.loops import loop
 from simlab.types import Array
 
-# Python's errors of division would be looked for at every one.
-COMPILED: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy"}
-"""How loops are compiled, and kept on disk."""
 _MOST_BEFORE = np.iinfo(np.uint8).max
 
 
@@ -81,10 +78,8 @@ class Rows(NamedTuple):
         )
 
 
-@njit(**COMPILED)
-def by_rank(
-    expert: Any, router: Any, mass: Any, regret: Any
-) -> tuple[Any, Any, Any]:  # pragma: no cover - compiled
+@loop
+def by_rank(expert: Any, router: Any, mass: Any, regret: Any) -> tuple[Any, Any, Any]:
     """`router_rank`, and `mass` and `regret` by rank; of arrays by expert, and `expert` by rank."""
     n, n_expert = expert.shape
     router_rank = np.full(router.shape, -1, np.int32)
@@ -101,8 +96,8 @@ def by_rank(
     return router_rank, of_rank, regret_of_rank
 
 
-@njit(**COMPILED)
-def _able(key: Any, expert: Any, row: int, least: Any) -> tuple[int, Any]:  # pragma: no cover - compiled
+@loop
+def _able(key: Any, expert: Any, row: int, least: Any) -> tuple[int, Any]:
     """How many keys, which do not ascend, are not less; and how often of them equal ones go by descending id."""
     low, high = 0, len(key)
     while low < high:
@@ -121,8 +116,8 @@ def _able(key: Any, expert: Any, row: int, least: Any) -> tuple[int, Any]:  # pr
     return low, unsure
 
 
-@njit(**COMPILED)
-def compare_keys(key: Any, expert: Any, k: int) -> tuple[Any, Any, Any]:  # pragma: no cover - compiled
+@loop
+def compare_keys(key: Any, expert: Any, k: int) -> tuple[Any, Any, Any]:
     """`reach`, `before` and `is_plain` of `Rows`."""
     n, n_settings, _, n_expert = key.shape
     most = min(k, n_expert)

@@ -1,0 +1,45 @@
+"""How loops over arrays are compiled by numba: those of a CPU's replay (`routed_loop.py`, `shared_loop.py`).
+
+What a loop calls lies in its own file, but for what is here: numba compiles a function that it keeps on disk anew only
+if that function's file has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+# Python's errors of division would be looked for at every one.
+_HOW: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+
+
+def loop(function: Function) -> Function:
+    """`function`, compiled by numba when it is first called, and kept on disk where numba may write: beside its source,
+    or in the user's folder for such files.
+    """
+    compiled: Any
+    try:
+        compiled = njit(cache=True, **_HOW)(function)
+    except RuntimeError:
+        compiled = njit(**_HOW)(function)
+    return compiled
+
+
+def _lowest(_typing: Any, word: Any) -> Any:
+    """One instruction, for which NumPy has no name."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        place = builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
+        wide = ir.IntType(64)
+        return place if place.type == wide else builder.zext(place, wide)
+
+    return types.int64(word), generate
+
+
+lowest_bit: Any = intrinsic(_lowest)
+"""int64: place of the lowest bit of an unsigned word, in compiled code; of a word without one, its width."""
