@@ -49,6 +49,7 @@ def comparison(found: dict[str, Any]) -> str:
                 if "times_one_core" in row
             ),
             _spreading(found["spreading"]),
+            _spreading(found["wide_spreading"]),
         ]
     )
 
@@ -61,8 +62,8 @@ def _spreading(found: dict[str, Any] | None) -> str:
     one, single, every = (_times(found[name]) for name in ("one_core_s", "one_s", "every_core_s"))
     return "\n".join(
         [
-            f"The sweep in processes of its own: one device on one core {one} s, one device on all {cores} cores "
-            f"{single} s, {devices} devices {_times(found['all_s'])} s.",
+            f"{found['cells']} cells in processes of their own: one device on one core {one} s, one device on all "
+            f"{cores} cores {single} s, {devices} devices {_times(found['all_s'])} s.",
             f"{devices} devices are {_times(found['one_core_over_all'])} times as fast as one on one core, and "
             f"{_times(found['one_over_all'])} times as fast as one on all cores.",
             f"{cores} such sweeps at once, each on a core of its own: {every} s, so that {cores} cores of this machine "
