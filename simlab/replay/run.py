@@ -51,6 +51,8 @@ from simlab.types import Cell, CellNumbers, Route
 offer_cores()
 
 CHUNK_ROWS = 512
+_CELL_CHUNKS = 512
+"""Chunks times cells that are replayed at once, so that progress shows and walks still seldom wait for each other."""
 
 TraceLike = Trace | str | os.PathLike[str]
 
@@ -167,13 +169,17 @@ class Replayer:
             mass_before=any("mass" in s.policy.needs for g in self.groups for s in g.shape.steps),
         )
 
-    def advance(self, n_rows: int = 8 * CHUNK_ROWS) -> bool:
+    def advance(self, n_rows: int | None = None) -> bool:
         """Replay `n_rows` further rows and the batch they end in; False, and nothing done, at the trace's end.
+
+        Args:
+            n_rows: left out, some 1,000, and more where the cells are few.
 
         Raises:
             InputError: a drop policy met a weight that is NaN.
         """
         columns = self.columns
+        n_rows = n_rows or CHUNK_ROWS * min(max(_CELL_CHUNKS // max(len(self.cells), 1), 2), 8)
         stop = min(self.row + n_rows, columns.n_rows)
         if self.row == stop:
             return False
