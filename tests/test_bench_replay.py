@@ -238,7 +238,7 @@ def test_its_two_forms_and_its_history(capsys, tmp_path):
     past = tmp_path / "h.jsonl"
     assert main(["bench", "replay", *SMALL, "--history", str(past)]) == 0
     said = capsys.readouterr().out
-    for words in ("36 routing events", "replayer", "numba, 1 core", "OrderedDict", "load", "device run"):
+    for words in ("36 routing events", "replayer", "numba, 1 core", "OrderedDict", "load", "the rest"):
         assert words in said
     assert main(["bench", "replay", *SMALL, "--against", str(past), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -403,4 +403,4 @@ def test_the_command_is_timed_cold_and_warm(capsys, monkeypatch, tmp_path):
     assert found["cells"] == 4
     cold, cached = (found[f"command_{w}_cache_s"]["median"] for w in ("without", "with"))
     assert 0 < found["warm_s"]["median"] < min(cold, cached)
-    assert set(found["stages_s"]) == {"load", "prepare columns", "device run"}
+    assert set(found["stages_s"]) == {"load", "prepare columns", "the rest"}
