@@ -1,7 +1,8 @@
-"""A group of cells that route alike and whose keys move by themselves: finds the orders of eviction, for `keyed.py`."""
+"""A group of cells that route alike and whose keys move by themselves: finds keys and orders, for `keyed.py` or `keyed_loop.py`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,12 @@ from numpy.typing import NDArray
 
 from simlab.replay.batches import padded
 from simlab.replay.keyed import KeyedShape, run
-from simlab.replay.keyed_order import LAST_USE, Block, blocks, in_order, packed_keys
+from simlab.replay.keyed_loop import Keys, at_batches, held, unpack, walk_keyed
+from simlab.replay.keyed_order import Block, blocks, in_order, packed_keys, whole_keys
 from simlab.replay.programs import compiled
 from simlab.replay.shape import Tree, code_key
+from simlab.replay.shared_loop import Batches, Caches
+from simlab.replay.shared_order import LAST_USE, reads
 from simlab.replay.shared_walk import STEPS, SharedWalk, Uses, of_uses
 from simlab.routing import entry_facts
 
@@ -97,7 +101,7 @@ class KeyedWalk(SharedWalk):
         n = self._shape.of_cache
         first = cache * n
         here = (uses.entry >= first) & (uses.entry < first + n)
-        at = np.flatnonzero(here)[np.argsort(uses.position[here])]
+        at = np.flatnonzero(here)
         entry, of_batch = uses.entry[at] - first, np.searchsorted(numbers, uses.batch[at])
         mine = slice(first, first + n)
         known = {LAST_USE: np.asarray(carry["stamp"]).reshape(-1)[mine]}
@@ -139,3 +143,54 @@ class KeyedWalk(SharedWalk):
 
         call = compiled(("keys", code_key((), policy), block.known[LAST_USE].shape), function)
         return call(block.known, facts, batch, np.int32(block.bits), knobs)
+
+    # -- by the loop -------------------------------------------------------------------------------------------
+
+    def _loop(self, carry: Tree, uses: Uses, batches: Batches, caches: Caches) -> None:
+        bits = held(caches.resident, self._n_caches)
+        n = len(caches.resident) // self._n_caches
+        last = np.array(carry["stamp"]).reshape(-1)
+        size, waiting = max(_AT_ONCE // n, 1), None
+
+        def walk(first: int, key: Any) -> None:
+            here = min(size, len(batches.layer) - first)
+            keys = Keys(first, here, np.asarray(key), uses.entry, uses.position, last)
+            walk_keyed(batches, keys, caches, bits)
+
+        # JAX works these keys out while the loop goes by those before.
+        for block in self._whole_keys(carry, uses, batches, n, size):
+            if waiting is not None:
+                walk(*waiting)
+            waiting = block
+        if waiting is not None:
+            walk(*waiting)
+        unpack(bits, caches.resident)
+
+    def _whole_keys(
+        self, carry: Tree, uses: Uses, batches: Batches, n: int, size: int
+    ) -> Iterator[tuple[int, Any]]:
+        """The first of some batches, and uint64 `[size, n]`, their keys as `whole_keys` has them."""
+        policy, n_layers, n_expert = self._program.eviction, self._program.n_layers, self._program.n_expert
+        known = reads(policy)
+        assert known is not None
+        now = {LAST_USE: carry["stamp"], **carry["eviction_state"]}
+        # Copies of bits, whatever they say.
+        now = {name: np.array(v).reshape(-1).view(np.int64) for name, v in now.items() if name in known.by_key}
+        new = {LAST_USE: uses.position, **uses.state}
+        new = {name: new[name].view(np.int64) for name in now}
+        dtype = {name: np.asarray(v).dtype for name, v in carry["eviction_state"].items()}
+
+        def function(known: Tree, first: Any, batch: Any, knobs: Tree) -> Any:
+            return whole_keys(policy, known, first, batch, knobs, n=n, n_expert=n_expert)
+
+        call = compiled(("whole keys", code_key((), policy), n, size, n_expert), function)
+        first_layer = (batches.cache * (n_layers // self._n_caches)).astype(np.int32)
+        for start in range(0, len(batches.layer), size):
+            here = np.minimum(np.arange(start, start + size), len(batches.layer) - 1)
+            n_here = min(size, len(batches.layer) - start)
+            # Each time new ones, since JAX may still read those before.
+            found = {name: np.empty((size, n), np.int64) for name in now}
+            for name, standing in found.items():
+                at_batches(batches, start, n_here, now[name], uses.entry, new[name], standing)
+            found = {name: v.view(dtype.get(name, np.int64)) for name, v in found.items()}
+            yield start, call(found, first_layer[here], batches.number[here], vars(self._knobs))

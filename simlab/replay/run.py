@@ -122,6 +122,7 @@ class Replayer:
         plain: use the scan that holds for every policy (`kernel.py`), even where LRU has a faster one.
         train: what policies that learn do so from, as `--train` takes it; rows of this trace they learn from
             run and are not counted.
+        loops: walk by compiled loops where JAX runs on a CPU; else by the scans that accelerators take.
     """
 
     def __init__(
@@ -132,7 +133,9 @@ class Replayer:
         detail: bool = False,
         plain: bool = False,
         train: str | None = None,
+        loops: bool = True,
     ) -> None:
+        self._loops = loops and jax.default_backend() == "cpu"
         self.trace = trace if isinstance(trace, Trace) else open_trace(trace)
         self.cells = list(cells)
         self._plain = plain or detail
@@ -301,14 +304,16 @@ class Replayer:
     def _group(self, indices: list[int], detail: bool) -> Group:
         header = self.trace.header
         cells = [self.cells[i] for i in indices]
-        cells += cells[-1:] * (padded_lanes(len(cells)) - len(cells))
+        fast = self._fast_kind(cells[0])
+        # A loop is compiled for any number of lanes.
+        if not (self._loops and fast and fast[0] != "recency"):
+            cells += cells[-1:] * (padded_lanes(len(cells)) - len(cells))
         eviction = find_eviction(cells[0].evict)
         widths = [effective_k(c.route, header) for c in cells]
         for cell, k in zip(cells, widths, strict=True):
             self._check_scores(cell.route, k)
         n_slots = max(widths)
         n_list = max(n_slots, header.n_expert_used)
-        fast = self._fast_kind(cells[0])
         shape = ProgramShape(
             steps=_acting(cells[0].route) if fast else cells[0].route.steps,
             eviction=eviction,
@@ -337,7 +342,7 @@ class Replayer:
             else:
                 knobs = knob_values(eviction.knobs, cells[0].evict_knobs)
                 kind = RankedWalk if fast[0] == "fixed" else KeyedWalk
-                walk = kind(self.columns, shape, budgets, self._entry_bytes, knobs, foretold)
+                walk = kind(self.columns, shape, budgets, self._entry_bytes, knobs, foretold, self._loops)
         carry = walk.first_carry(len(cells)) if walk is not None else first_carry(shape, len(cells))
         if eviction.prepare is not None:
             assert self.training is not None
