@@ -1,7 +1,8 @@
 """The walk of `keyed.py` as a loop: keys move from batch to batch, and what leaves are the least of those in RAM.
 
-A lane that needs a few looks for them among what it has in RAM. Where many lanes have many entries, a batch's entries
-are put in order once, as far as lanes ask, and a lane takes those of them that it has.
+A lane looks for what leaves among what it has in RAM. Most of that is passed over by words of 64: which entries of a
+batch have a key among the least 1/4, 1/16 and so on is found once for all lanes, and a lane looks at those only,
+or at four times as many where that does not suffice.
 
 Shapes: as in `shared_loop.py`; `N` entries of a cache.
 """
@@ -16,8 +17,13 @@ from numpy.typing import NDArray
 
 from simlab.replay.shared_loop import EVICTIONS, HITS, READ_BYTES, Batches, Caches, lowest
 
-_WORTH_AN_ORDER = 6
-"""Entries looked at, as a multiple of a cache's, that cost as much as putting the cache in order."""
+_LEVELS = 5
+"""Of them the first has all entries, and each one after about a quarter of the one before."""
+_SAMPLE = 512
+"""Keys that say, about, where a level ends."""
+_PLENTY = 8
+"""Times as many as leave, of which a quarter will mostly do too."""
+_LARGEST_KEY = np.uint64(2**64 - 1)
 
 
 class Keys(NamedTuple):
@@ -38,12 +44,16 @@ class Keys(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What is in RAM; brought up to date."""
+    """What is in RAM, and what a search goes by; brought up to date."""
 
     words: NDArray[np.uint64]
     """`[W, C, words]`: a bit for each of a cache's entries."""
     n: NDArray[np.int64]
     """`[W, C]`: bits that are set."""
+    level: NDArray[np.int64]
+    """`[W, C]`: at which a search begins."""
+    ends: NDArray[np.uint64]
+    """`[C, levels]`: the largest key of each level; of any keys, exact counts do not rest on it."""
 
 
 class _Batch(NamedTuple):
@@ -55,23 +65,20 @@ class _Batch(NamedTuple):
     """`[N]`."""
     units: NDArray[np.int32]
     """Units of an entry of each of the cache's layers."""
+    least_units: int
     n_expert: int
-
-
-class _Room(NamedTuple):
-    """Work space."""
-
-    heap: NDArray[np.int64]
-    """`[N]`."""
-    order: NDArray[np.int64]
-    """`[N]`."""
 
 
 def held(resident: NDArray[np.bool_], n_caches: int) -> Held:
     """What is in RAM, of `Caches.resident`."""
-    n_lanes = resident.shape[1]
-    n = len(resident) // n_caches
-    found = Held(np.zeros((n_lanes, n_caches, -(-n // 64)), np.uint64), np.zeros((n_lanes, n_caches), np.int64))
+    of_lanes = (resident.shape[1], n_caches)
+    n_words = -(-len(resident) // n_caches // 64)
+    found = Held(
+        words=np.zeros((*of_lanes, n_words), np.uint64),
+        n=np.zeros(of_lanes, np.int64),
+        level=np.zeros(of_lanes, np.int64),
+        ends=np.zeros((n_caches, _LEVELS), np.uint64),
+    )
     _pack(resident, found)
     return found
 
@@ -120,41 +127,26 @@ def walk_keyed(batches: Batches, keys: Keys, caches: Caches, held: Held) -> None
     """Walk all lanes through the batches that have keys, batch by batch."""
     n, n_caches = keys.key.shape[1], held.n.shape[1]
     n_layers = caches.units.shape[0] // n_caches
-    room = _Room(np.empty(n, np.int64), np.empty(n, np.int64))
+    levels = np.empty((_LEVELS, held.words.shape[2]), np.uint64)
+    levels[0] = ~np.uint64(0)
     for i in range(keys.n):
         number = keys.first + i
-        start, stop = batches.begins[number], batches.begins[number + 1]
         cache = batches.cache[number]
-        for use in range(start, stop):
+        for use in range(batches.begins[number], batches.begins[number + 1]):
             keys.last[keys.entry[use]] = keys.position[use]
+        units = caches.units[cache * n_layers : (cache + 1) * n_layers]
         batch = _Batch(
-            keys.key[i],
-            keys.last[cache * n : (cache + 1) * n],
-            caches.units[cache * n_layers : (cache + 1) * n_layers],
-            n // n_layers,
+            keys.key[i], keys.last[cache * n : (cache + 1) * n], units, units.min(), n // n_layers
         )
-        # An entry of the order is one that a lane has in RAM with the chance of any: a lane with few entries
-        # would go over more of the order than it has entries.
-        few = (stop - start) * n
-        looked_at = 0
-        for lane in range(held.n.shape[0]):
-            _look_up(batches, number, keys.entry, caches, held, lane, n)
-            mine = held.n[lane, cache]
-            if caches.used[cache, lane] > caches.budget[cache, lane] and mine * mine > few:
-                looked_at += mine
-        in_order = looked_at > _WORTH_AN_ORDER * n
-        n_heap, n_order = _heap_of(batch, room.heap) if in_order else 0, 0
+        n_levels = 1
         counts = caches.counts[batches.phase[number]]
         for lane in range(held.n.shape[0]):
+            _look_up(batches, number, keys.entry, caches, held, lane, n)
             over = np.int64(caches.used[cache, lane]) - caches.budget[cache, lane]
             if over > 0:
-                words, mine = held.words[lane, cache], held.n[lane, cache]
-                if in_order and mine * mine > few:
-                    left, gone, n_heap, n_order = _by_order(batch, words, over, mine, room, n_heap, n_order)
-                else:
-                    left, gone = _by_search(batch, words, over, mine)
+                n_levels = max(n_levels, _find_levels(batch, held, lane, cache, n_levels, levels))
+                left, gone = _evict(batch, held, lane, cache, over, levels)
                 caches.used[cache, lane] += left - over
-                held.n[lane, cache] -= gone
                 counts[EVICTIONS, lane] += gone
             if not (caches.bypass or caches.off[lane]):
                 _put(batches, number, keys.entry, held, lane, n)
@@ -195,98 +187,100 @@ def _look_up(batches: Batches, number: int, entry: Any, caches: Caches, held: He
         _put(batches, number, entry, held, lane, n)
 
 
-# -- by search -------------------------------------------------------------------------------------------------
-
-
 @njit(nogil=True, cache=True)
-def _by_search(batch: _Batch, words: Any, over: int, n_held: int) -> tuple[int, int]:
+def _evict(batch: _Batch, held: Held, lane: int, cache: int, over: int, levels: Any) -> tuple[int, int]:
     """Take out the least of what is in RAM until nothing is over; what still is, and how many left."""
-    most = min(-(-over // batch.units.min()), n_held)
-    key, last, entry = np.empty(most, np.uint64), np.empty(most, np.int64), np.empty(most, np.int64)
-    n = 0
-    for number in range(words.shape[0]):
-        word = words[number]
-        while word:
-            at = (number << 6) + np.int64(lowest(word))
-            word &= word - np.uint64(1)
-            mine = batch.key[at]
-            if n == most and mine > key[n - 1]:
-                continue
-            if n == most and mine == key[n - 1] and batch.last[at] > last[n - 1]:
-                continue
-            place = n if n < most else most - 1
-            while place > 0 and (
-                mine < key[place - 1] or (mine == key[place - 1] and batch.last[at] < last[place - 1])
-            ):
-                key[place], last[place], entry[place] = key[place - 1], last[place - 1], entry[place - 1]
-                place -= 1
-            key[place], last[place], entry[place] = mine, batch.last[at], at
-            n = min(n + 1, most)
+    words, n_held, level = held.words[lane, cache], held.n[lane, cache], held.level[lane, cache]
+    most = min(-(-over // batch.least_units), n_held)
+    entry = np.empty(most, np.int64)
+    n, n_seen = _least(batch, words, levels[level], entry)
+    while n < most:
+        # All that has a key of this level would not do.
+        level -= 1
+        n, n_seen = _least(batch, words, levels[level], entry)
+    held.level[lane, cache] = min(level + (n_seen >= _PLENTY * most), _LEVELS - 1)
     gone = 0
     while over > 0 and gone < n:
         at = entry[gone]
         words[at >> 6] ^= np.uint64(1) << np.uint64(at & 63)
         over -= batch.units[at // batch.n_expert]
         gone += 1
+    held.n[lane, cache] -= gone
     return over, gone
 
 
-# -- by order --------------------------------------------------------------------------------------------------
+@njit(nogil=True, cache=True)
+def _least(batch: _Batch, words: Any, level: Any, entry: Any) -> tuple[int, int]:
+    """Fill `entry` with those in RAM and of a level that leave first, in order; how many, and how many there are.
+
+    Args:
+        words, level: uint64 `[words]`.
+    """
+    most = entry.shape[0]
+    n, n_seen, worst = 0, 0, _LARGEST_KEY
+    for number in range(words.shape[0]):
+        word = words[number] & level[number]
+        first = np.uint64(number << 6)
+        while word:
+            # Unsigned, since numba asks of a signed place whether it counts from the end.
+            at = first + lowest(word)
+            word &= word - np.uint64(1)
+            n_seen += 1
+            mine = batch.key[at]
+            if mine > worst:
+                continue
+            used = batch.last[at]
+            if n == most and mine == worst and used > batch.last[entry[n - 1]]:
+                continue
+            place = n if n < most else most - 1
+            while place > 0:
+                other = entry[place - 1]
+                if mine > batch.key[other] or (mine == batch.key[other] and used > batch.last[other]):
+                    break
+                entry[place] = other
+                place -= 1
+            entry[place] = np.int64(at)
+            n = min(n + 1, most)
+            if n == most:
+                worst = batch.key[entry[n - 1]]
+    return n, n_seen
+
+
+# -- levels ----------------------------------------------------------------------------------------------------
 
 
 @njit(nogil=True, cache=True)
-def _by_order(
-    batch: _Batch, words: Any, over: int, n_held: int, room: _Room, n_heap: int, n_order: int
-) -> tuple[int, int, int, int]:
-    """As `_by_search`, by the batch's order, which is `n_order` long so far; and what is in the heap and the order."""
-    gone, i = 0, 0
-    while over > 0 and gone < n_held:
-        if i == n_order:
-            room.order[n_order] = room.heap[0]
-            n_heap -= 1
-            n_order += 1
-            room.heap[0] = room.heap[n_heap]
-            _sift(batch, room.heap, n_heap, 0)
-        at = room.order[i]
-        i += 1
-        bit = np.uint64(1) << np.uint64(at & 63)
-        if words[at >> 6] & bit:
-            words[at >> 6] ^= bit
-            over -= batch.units[at // batch.n_expert]
-            gone += 1
-    return over, gone, n_heap, n_order
+def _find_levels(batch: _Batch, held: Held, lane: int, cache: int, n_levels: int, levels: Any) -> int:
+    """Fill `levels`, of which `n_levels` are known, up to the one at which a lane's search begins; how many are then."""
+    n = batch.key.shape[0]
+    for level in range(n_levels, held.level[lane, cache] + 1):
+        about = n >> (2 * level)
+        found = _level(batch.key, held.ends[cache, level], levels[level])
+        if found < about // 2 or found > about * 2:
+            _find_ends(batch.key, held.ends[cache])
+            _level(batch.key, held.ends[cache, level], levels[level])
+    return held.level[lane, cache] + 1
 
 
 @njit(nogil=True, cache=True)
-def _heap_of(batch: _Batch, heap: Any) -> int:
-    """Make a heap of the entries that were ever used, the first to leave on top; how many they are."""
-    n = 0
-    for at in range(batch.last.shape[0]):
-        if batch.last[at] >= 0:
-            heap[n] = at
-            n += 1
-    for place in range(n // 2 - 1, -1, -1):
-        _sift(batch, heap, n, place)
-    return n
+def _level(key: Any, end: Any, words: Any) -> int:
+    """Set the bits of keys up to an end; how many they are."""
+    found = 0
+    for number in range(words.shape[0]):
+        word = np.uint64(0)
+        first = number << 6
+        for bit in range(min(64, key.shape[0] - first)):
+            is_in = np.uint64(key[np.uint64(first + bit)] <= end)
+            word |= is_in << np.uint64(bit)
+            found += np.int64(is_in)
+        words[number] = word
+    return found
 
 
 @njit(nogil=True, cache=True)
-def _leaves_before(batch: _Batch, one: int, other: int) -> bool:
-    if batch.key[one] != batch.key[other]:
-        return batch.key[one] < batch.key[other]
-    return batch.last[one] < batch.last[other]
-
-
-@njit(nogil=True, cache=True)
-def _sift(batch: _Batch, heap: Any, n: int, place: int) -> None:
-    """Bring the entry at a place of the heap, where it may stand too high, to where it belongs."""
-    one = heap[place]
-    while 2 * place + 1 < n:
-        below = 2 * place + 1
-        if below + 1 < n and _leaves_before(batch, heap[below + 1], heap[below]):
-            below += 1
-        if not _leaves_before(batch, heap[below], one):
-            break
-        heap[place] = heap[below]
-        place = below
-    heap[place] = one
+def _find_ends(key: Any, ends: Any) -> None:
+    """The largest key of each level, by some keys' order."""
+    step = max(key.shape[0] // _SAMPLE, 1)
+    some = np.sort(key[::step])
+    for level in range(1, ends.shape[0]):
+        ends[level] = some[some.shape[0] >> (2 * level)]
