@@ -21,6 +21,8 @@ _LEVELS = 5
 """Of them the first has all entries, and each one after about a quarter of the one before."""
 _SAMPLE = 512
 """Keys that say, about, where a level ends."""
+_DENSE = 2
+"""The last level that is found by going over all keys, and not over those of the one before."""
 _PLENTY = 8
 """Times as many as leave, of which a quarter will mostly do too."""
 _LARGEST_KEY = np.uint64(2**64 - 1)
@@ -106,14 +108,14 @@ def unpack(held: Held, resident: Any) -> None:
 
 
 @njit(nogil=True, cache=True)
-def at_batches(batches: Batches, first: int, n: int, now: Any, entry: Any, value: Any, found: Any) -> None:
-    """What stands for each entry of a batch's cache at its end, for `n` batches from `first` on.
+def at_batches(batches: Batches, first: int, entry: Any, now: Any, value: Any, found: Any) -> None:
+    """What stands for each entry of a batch's cache at its end, for the batches from `first` on.
 
     Args:
-        now: int64 `[B * E]`, brought up to date. entry, value: int64 `[U]`, what stands for which after each use.
-        found: int64 `[n or more, N]`, filled.
+        entry: `[U]`. now: int64 `[B * E]`, before the first of them; brought up to date. value: int64 `[U]`, what
+            stands after each use. found: int64 `[batches, N]`, filled as far as there are batches.
     """
-    for i in range(n):
+    for i in range(min(found.shape[0], batches.layer.shape[0] - first)):
         batch = first + i
         for use in range(batches.begins[batch], batches.begins[batch + 1]):
             now[entry[use]] = value[use]
@@ -127,64 +129,59 @@ def walk_keyed(batches: Batches, keys: Keys, caches: Caches, held: Held) -> None
     """Walk all lanes through the batches that have keys, batch by batch."""
     n, n_caches = keys.key.shape[1], held.n.shape[1]
     n_layers = caches.units.shape[0] // n_caches
+    n_expert = n // n_layers
     levels = np.empty((_LEVELS, held.words.shape[2]), np.uint64)
     levels[0] = ~np.uint64(0)
+    # Words and bits of what a batch uses.
+    word, bit = np.empty(n_expert, np.uint64), np.empty(n_expert, np.uint64)
     for i in range(keys.n):
         number = keys.first + i
-        cache = batches.cache[number]
-        for use in range(batches.begins[number], batches.begins[number + 1]):
-            keys.last[keys.entry[use]] = keys.position[use]
+        start, n_uses = batches.begins[number], batches.begins[number + 1] - batches.begins[number]
+        layer, cache = batches.layer[number], batches.cache[number]
+        for use in range(n_uses):
+            entry = keys.entry[start + use]
+            keys.last[entry] = keys.position[start + use]
+            at = entry - cache * n
+            word[use], bit[use] = at >> 6, np.uint64(1) << np.uint64(at & 63)
         units = caches.units[cache * n_layers : (cache + 1) * n_layers]
-        batch = _Batch(
-            keys.key[i], keys.last[cache * n : (cache + 1) * n], units, units.min(), n // n_layers
-        )
+        batch = _Batch(keys.key[i], keys.last[cache * n : (cache + 1) * n], units, units.min(), n_expert)
         n_levels = 1
         counts = caches.counts[batches.phase[number]]
         for lane in range(held.n.shape[0]):
-            _look_up(batches, number, keys.entry, caches, held, lane, n)
-            over = np.int64(caches.used[cache, lane]) - caches.budget[cache, lane]
+            words = held.words[lane, cache]
+            hits = 0
+            for use in range(n_uses):
+                there = words[word[use]] & bit[use]
+                words[word[use]] ^= there
+                hits += there != 0
+            counts[HITS, lane] += hits
+            counts[READ_BYTES, lane] += (n_uses - hits) * caches.entry_bytes[layer]
+            if caches.off[lane]:
+                continue
+            held.n[lane, cache] -= hits
+            if caches.bypass:
+                _put(words, word, bit, n_uses)
+                held.n[lane, cache] += n_uses
+            used = np.int64(caches.used[cache, lane]) + (n_uses - hits) * caches.units[layer]
+            over = used - caches.budget[cache, lane]
             if over > 0:
-                n_levels = max(n_levels, _find_levels(batch, held, lane, cache, n_levels, levels))
+                if held.level[lane, cache] >= n_levels:
+                    _find_levels(batch.key, held.ends[cache], n_levels, held.level[lane, cache], levels)
+                    n_levels = held.level[lane, cache] + 1
                 left, gone = _evict(batch, held, lane, cache, over, levels)
-                caches.used[cache, lane] += left - over
+                used += left - over
                 counts[EVICTIONS, lane] += gone
-            if not (caches.bypass or caches.off[lane]):
-                _put(batches, number, keys.entry, held, lane, n)
+            caches.used[cache, lane] = used
+            if not caches.bypass:
+                _put(words, word, bit, n_uses)
+                held.n[lane, cache] += n_uses
 
 
 @njit(nogil=True, cache=True)
-def _put(batches: Batches, number: int, entry: Any, held: Held, lane: int, n: int) -> None:
+def _put(words: Any, word: Any, bit: Any, n_uses: int) -> None:
     """What a batch uses comes in."""
-    start, stop = batches.begins[number], batches.begins[number + 1]
-    cache = batches.cache[number]
-    for use in range(start, stop):
-        at = entry[use] - cache * n
-        held.words[lane, cache, at >> 6] |= np.uint64(1) << np.uint64(at & 63)
-    held.n[lane, cache] += stop - start
-
-
-@njit(nogil=True, cache=True)
-def _look_up(batches: Batches, number: int, entry: Any, caches: Caches, held: Held, lane: int, n: int) -> None:
-    """A batch is looked up, taken out so that it cannot leave, unless it may, and held."""
-    start, stop = batches.begins[number], batches.begins[number + 1]
-    layer, cache = batches.layer[number], batches.cache[number]
-    counts = caches.counts[batches.phase[number]]
-    words, hits = held.words[lane, cache], 0
-    for use in range(start, stop):
-        at = entry[use] - cache * n
-        bit = np.uint64(1) << np.uint64(at & 63)
-        if words[at >> 6] & bit:
-            words[at >> 6] ^= bit
-            hits += 1
-    misses = stop - start - hits
-    counts[HITS, lane] += hits
-    counts[READ_BYTES, lane] += misses * caches.entry_bytes[layer]
-    if caches.off[lane]:
-        return
-    held.n[lane, cache] -= hits
-    caches.used[cache, lane] += misses * caches.units[layer]
-    if caches.bypass:
-        _put(batches, number, entry, held, lane, n)
+    for use in range(n_uses):
+        words[word[use]] |= bit[use]
 
 
 @njit(nogil=True, cache=True)
@@ -250,37 +247,43 @@ def _least(batch: _Batch, words: Any, level: Any, entry: Any) -> tuple[int, int]
 
 
 @njit(nogil=True, cache=True)
-def _find_levels(batch: _Batch, held: Held, lane: int, cache: int, n_levels: int, levels: Any) -> int:
-    """Fill `levels`, of which `n_levels` are known, up to the one at which a lane's search begins; how many are then."""
-    n = batch.key.shape[0]
-    for level in range(n_levels, held.level[lane, cache] + 1):
-        about = n >> (2 * level)
-        found = _level(batch.key, held.ends[cache, level], levels[level])
+def _find_levels(key: Any, ends: Any, n_known: int, last: int, levels: Any) -> None:
+    """Fill `levels`, of which some are known, up to a last one."""
+    for level in range(n_known, last + 1):
+        about = key.shape[0] >> (2 * level)
+        found = _level(key, ends[level], levels, level)
         if found < about // 2 or found > about * 2:
-            _find_ends(batch.key, held.ends[cache])
-            _level(batch.key, held.ends[cache, level], levels[level])
-    return held.level[lane, cache] + 1
+            _find_ends(key, ends)
+            _level(key, ends[level], levels, level)
 
 
 @njit(nogil=True, cache=True)
-def _level(key: Any, end: Any, words: Any) -> int:
+def _level(key: Any, end: Any, levels: Any, level: int) -> int:
     """Set the bits of keys up to an end; how many they are."""
-    found = 0
+    words, n = levels[level], 0
     for number in range(words.shape[0]):
-        word = np.uint64(0)
-        first = number << 6
-        for bit in range(min(64, key.shape[0] - first)):
-            is_in = np.uint64(key[np.uint64(first + bit)] <= end)
-            word |= is_in << np.uint64(bit)
-            found += np.int64(is_in)
-        words[number] = word
-    return found
+        first, found = np.uint64(number << 6), np.uint64(0)
+        if level <= _DENSE:
+            for bit in range(min(64, key.shape[0] - (number << 6))):
+                is_in = np.uint64(key[first + np.uint64(bit)] <= end)
+                found |= is_in << np.uint64(bit)
+                n += np.int64(is_in)
+        else:
+            # Ends ascend, so that few are left to look at.
+            left = levels[level - 1, number]
+            while left:
+                bit = lowest(left)
+                left &= left - np.uint64(1)
+                is_in = np.uint64(key[first + bit] <= end)
+                found |= is_in << bit
+                n += np.int64(is_in)
+        words[number] = found
+    return n
 
 
 @njit(nogil=True, cache=True)
 def _find_ends(key: Any, ends: Any) -> None:
     """The largest key of each level, by some keys' order."""
-    step = max(key.shape[0] // _SAMPLE, 1)
-    some = np.sort(key[::step])
+    some = np.sort(key[:: max(key.shape[0] // _SAMPLE, 1)])
     for level in range(1, ends.shape[0]):
         ends[level] = some[some.shape[0] >> (2 * level)]

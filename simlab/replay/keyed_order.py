@@ -131,7 +131,7 @@ def whole_keys(
         facts = entry_facts(policy, first + at // n_expert, jnp.asarray(at % n_expert), nothing, nothing)
         return _key(policy, rest | known, facts, batch, knobs)
 
-    return kept(_whole)(kept(jax.vmap(one))(known, first, batch))
+    return _whole(jax.vmap(one)(known, first, batch))
 
 
 def _key(policy: EvictionPolicy, known: Tree, facts: Tree, batch: Array, knobs: Tree) -> Array:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,6 +28,9 @@ _AT_ONCE = 1 << 18
 
 class KeyedWalk(SharedWalk):
     """Takes what `SharedWalk` does."""
+
+    _rooms: Sequence[Any] = ()
+    """Two arrays for keys, of which one is filled while the other is walked by."""
 
     def _lay_out(self) -> None:
         program = self._program
@@ -148,49 +152,57 @@ class KeyedWalk(SharedWalk):
 
     def _loop(self, carry: Tree, uses: Uses, batches: Batches, caches: Caches) -> None:
         bits = held(caches.resident, self._n_caches)
-        n = len(caches.resident) // self._n_caches
         last = np.array(carry["stamp"]).reshape(-1)
-        size, waiting = max(_AT_ONCE // n, 1), None
+        n = len(last) // self._n_caches
+        size = max(_AT_ONCE // n, 1)
+        starts = range(0, len(batches.layer), size)
+        keys_from = self._whole_keys(carry, uses, batches, n, size)
+        if not self._rooms:
+            self._rooms = [jnp.zeros((size, n), jnp.uint64) for _ in range(2)]
+        rooms = self._rooms
 
-        def walk(first: int, key: Any) -> None:
+        def walk(number: int) -> None:
+            first = starts[number]
             here = min(size, len(batches.layer) - first)
-            keys = Keys(first, here, np.asarray(key), uses.entry, uses.position, last)
+            keys = Keys(first, here, np.asarray(rooms[number % 2]), uses.entry, uses.position, last)
             walk_keyed(batches, keys, caches, bits)
 
-        # JAX works these keys out while the loop goes by those before.
-        for block in self._whole_keys(carry, uses, batches, n, size):
-            if waiting is not None:
-                walk(*waiting)
-            waiting = block
-        if waiting is not None:
-            walk(*waiting)
+        for number, first in enumerate(starts):
+            rooms[number % 2] = keys_from(first, rooms[number % 2])
+            # JAX works these keys out while the loop goes by those before.
+            if number:
+                walk(number - 1)
+        walk(len(starts) - 1)
         unpack(bits, caches.resident)
 
     def _whole_keys(
         self, carry: Tree, uses: Uses, batches: Batches, n: int, size: int
-    ) -> Iterator[tuple[int, Any]]:
-        """The first of some batches, and uint64 `[size, n]`, their keys as `whole_keys` has them."""
-        policy, n_layers, n_expert = self._program.eviction, self._program.n_layers, self._program.n_expert
+    ) -> Callable[[int, Any], Any]:
+        """A function of batches, to be asked for `size` at a time in their order: what `whole_keys` has for those from
+        one on; written over a second argument, keys of an earlier time. Before it is asked for a third time, the first
+        keys must have been read.
+        """
+        policy, n_expert = self._program.eviction, self._program.n_expert
         known = reads(policy)
         assert known is not None
         now = {LAST_USE: carry["stamp"], **carry["eviction_state"]}
-        # Copies of bits, whatever they say.
-        now = {name: np.array(v).reshape(-1).view(np.int64) for name, v in now.items() if name in known.by_key}
-        new = {LAST_USE: uses.position, **uses.state}
-        new = {name: new[name].view(np.int64) for name in now}
-        dtype = {name: np.asarray(v).dtype for name, v in carry["eviction_state"].items()}
+        now = {name: np.array(v).reshape(-1) for name, v in now.items() if name in known.by_key}
+        new = {name: uses.position if name == LAST_USE else uses.state[name] for name in now}
+        found = [{name: np.empty((size, n), v.dtype) for name, v in now.items()} for _ in range(2)]
+        first_layer = (batches.cache * (self._program.n_layers // self._n_caches)).astype(np.int32)
 
-        def function(known: Tree, first: Any, batch: Any, knobs: Tree) -> Any:
+        def function(_room: Any, known: Tree, first: Any, batch: Any, knobs: Tree) -> Any:
             return whole_keys(policy, known, first, batch, knobs, n=n, n_expert=n_expert)
 
-        call = compiled(("whole keys", code_key((), policy), n, size, n_expert), function)
-        first_layer = (batches.cache * (n_layers // self._n_caches)).astype(np.int32)
-        for start in range(0, len(batches.layer), size):
+        call = compiled(("whole keys", code_key((), policy), n, size, n_expert), function, room=(0,))
+
+        def keys_from(start: int, room: Any) -> Any:
+            known = found[start // size % 2]
+            for name, standing in known.items():
+                # Copies, whatever their bits say.
+                values = (x.view(np.int64) for x in (now[name], new[name], standing))
+                at_batches(batches, start, uses.entry, *values)
             here = np.minimum(np.arange(start, start + size), len(batches.layer) - 1)
-            n_here = min(size, len(batches.layer) - start)
-            # Each time new ones, since JAX may still read those before.
-            found = {name: np.empty((size, n), np.int64) for name in now}
-            for name, standing in found.items():
-                at_batches(batches, start, n_here, now[name], uses.entry, new[name], standing)
-            found = {name: v.view(dtype.get(name, np.int64)) for name, v in found.items()}
-            yield start, call(found, first_layer[here], batches.number[here], vars(self._knobs))
+            return call(room, known, first_layer[here], batches.number[here], vars(self._knobs))
+
+        return keys_from
