@@ -13,12 +13,15 @@ from synthetic import Synthetic, from_batches, generate, make_header
 from simlab.cells import build_cells
 from simlab.policy import builtin_policies, eviction, find_eviction
 from simlab.replay import keyed_walk, ranked_walk, shared_walk
-from simlab.replay.run import Replayer, sweep
+from simlab.replay.run import Replayer
 from simlab.replay.shared_order import shared_order
 from simlab.replay.shared_walk import SharedWalk
 from simlab.trace.store import Trace
-from simlab.types import Cell, EvictionPolicy, Knob
+from simlab.types import Cell, EvictionPolicy, Knob, Scope
 
+LOOPED = (
+    "lru", "layer_lru", "lfu", "layer_lfu", "weighted_lfu", "belady", "belady_bypass", "random", "lfru",
+)  # fmt: skip
 BUDGETS = ["off", "6%", "20%", "45%", "100%"]
 
 
@@ -28,31 +31,35 @@ def resident(replayer: Replayer, cell: int) -> np.ndarray:
     return np.asarray(group.carry["resident"])[..., group.indices.index(cell)]
 
 
-def agree(trace: Trace, cells: list[Cell], *, rows_at_once: int) -> Replayer:
-    """Walk both scans side by side and compare caches and counters after every few rows."""
-    fast, plain = Replayer(trace, cells), Replayer(trace, cells, plain=True)
-    assert all(isinstance(group.walk, SharedWalk) for group in fast.groups)
+def agree(trace: Trace, cells: list[Cell], *, rows_at_once: int) -> None:
+    """Walk the plain scan, the loops and the scans for shared routes side by side, and compare caches and counters
+    after every few rows."""
+    plain = Replayer(trace, cells, plain=True)
+    others = [Replayer(trace, cells), Replayer(trace, cells, loops=False)]
+    assert all(isinstance(group.walk, SharedWalk) for fast in others for group in fast.groups)
     assert all(group.walk is None for group in plain.groups)
     while plain.advance(rows_at_once):
-        assert fast.advance(rows_at_once)
-        assert fast.row == plain.row
-        for cell, (mine, theirs) in enumerate(zip(fast.numbers(), plain.numbers(), strict=True)):
-            assert np.array_equal(resident(fast, cell), resident(plain, cell)), (cells[cell], fast.row)
-            for phase in ("decode", "all"):
-                a, b = vars(getattr(mine, phase)), vars(getattr(theirs, phase))
-                for name, value in b.items():
-                    close = value is not None and name in ("mass_displaced", "score_regret", "agreement")
-                    want = pytest.approx(value, rel=1e-12, abs=1e-15) if close else value
-                    assert a[name] == want, (cells[cell], fast.row, name)
-    assert not fast.advance()
-    return fast
+        for fast in others:
+            assert fast.advance(rows_at_once)
+            assert fast.row == plain.row
+            for cell, (mine, theirs) in enumerate(zip(fast.numbers(), plain.numbers(), strict=True)):
+                assert np.array_equal(resident(fast, cell), resident(plain, cell)), (cells[cell], fast.row)
+                for phase in ("decode", "all"):
+                    a, b = vars(getattr(mine, phase)), vars(getattr(theirs, phase))
+                    for name, value in b.items():
+                        close = value is not None and name in ("mass_displaced", "score_regret", "agreement")
+                        want = pytest.approx(value, rel=1e-12, abs=1e-15) if close else value
+                        assert a[name] == want, (cells[cell], fast.row, name)
+    assert not any(fast.advance() for fast in others)
 
 
 @pytest.fixture
 def short_calls(monkeypatch):
-    """Few batches in one call, so that ranks are handed out anew again and again."""
+    """Few batches in one call, so that ranks are handed out anew again and again, and fewer with keys at a time."""
     for module in (shared_walk, ranked_walk, keyed_walk):
         monkeypatch.setattr(module, "STEPS", 7)
+    monkeypatch.setattr(shared_walk, "LOOP_ROWS", 4)
+    monkeypatch.setattr(keyed_walk, "_AT_ONCE", 200)
 
 
 traces = st.builds(
@@ -92,21 +99,36 @@ def test_narrower_and_wider_routes_walk_alike(tmp_path):
     agree(trace, cells, rows_at_once=40)
 
 
-def test_counts_as_the_reference(tmp_path):
-    """Every count of a run by the slow reference, without a second scan of ours."""
-    header = make_header(n_layer=2, n_expert=24, k=3, sizes=(900, 1300))
-    trace = generate(header, seed=11, n_prefill=4, n_decode=60, grain=0.5)
-    cells = build_cells(budgets=["15%", "50%"], evicts=["lru", "lfu", "belady", "random"])
-    assert all(isinstance(g.walk, SharedWalk) for g in Replayer(trace.write(tmp_path / "s"), cells).groups)
+@pytest.mark.parametrize("scope", ["global", "per_layer"])
+def test_counts_as_the_reference(tmp_path, scope: Scope):
+    """Every count of a run by the slow reference, without a second scan of ours: all policies that loops walk, entries of
+    two sizes, budgets from none and below one token's to all."""
+    header = make_header(n_layer=2, n_expert=70, k=3, sizes=(900, 1300))
+    trace = generate(header, seed=11, n_prefill=5, n_decode=30, grain=0.5)
+    evicts = [*LOOPED, "lfu_decay:half_life=40", "lookahead:m=9"]
+    if scope == "global":
+        evicts = [e for e in evicts if not e.startswith("layer")]
+    budgets = ["off", "3%", "15%", "50%", "100%"]
+    cells = build_cells(budgets=budgets, evicts=evicts, scope=scope)
+    replayer = Replayer(trace.write(tmp_path / "t"), cells)
+    assert all(isinstance(group.walk, SharedWalk) for group in replayer.groups)
+    while replayer.advance():
+        pass
     some = 0
-    for cell, numbers in zip(cells, sweep(trace.write(tmp_path / "t"), cells), strict=True):
-        golden = reference_replay(trace, as_reference(cell, trace, cell.evict))
+    for cell, numbers in zip(cells, replayer.numbers(), strict=True):
+        golden = reference_replay(trace, as_reference(cell, trace, evict_of(cell)))
         for name in ("lookups", "hits", "misses", "cold_misses", "evictions", "rereads"):
             assert getattr(numbers.decode, name) == getattr(golden.decode, name), (cell, name)
             want = getattr(golden.decode, name) + getattr(golden.prefill, name)
             assert getattr(numbers.all, name) == want, (cell, name)
         some += numbers.all.evictions
     assert some > 0
+
+
+def evict_of(cell: Cell) -> str:
+    """A cell's eviction policy as `--evict` takes it."""
+    knobs = ",".join(f"{name}={value:g}" for name, value in cell.evict_knobs.items())
+    return f"{cell.evict}:{knobs}" if knobs else cell.evict
 
 
 def test_by_hand(tmp_path):

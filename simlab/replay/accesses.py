@@ -28,12 +28,8 @@ class Accesses(NamedTuple):
     """`[A]`: of that slot in the walk, from the first row's first slot on."""
     first: NDArray[np.bool_]
     """`[A]`: whether the batch has not accessed the entry before."""
-    of_slot: NDArray[np.int64]
-    """`[R, K]`: the access of each slot, -1 where no slot is."""
-    by_turn: NDArray[np.int64]
-    """`[A]`: accesses, first those that are their entry's first, then those that are its second, and so on."""
-    turn_ends: NDArray[np.int64]
-    """Where each turn ends in `by_turn`."""
+    turn: NDArray[np.int64]
+    """`[A]`: how many accesses to the entry came before."""
     closing: NDArray[np.int64]
     """`[U]`: the accesses that close uses."""
     before: NDArray[np.int64]
@@ -53,22 +49,14 @@ def find_accesses(
         ids: `[R, K]`, -1 where no slot is. layer: `[R]`. batch_start: `[R]`.
     """
     n, n_batches = int((ids >= 0).sum()), int(batch_start.sum())
-    found = np.empty((5, n), np.int64)
+    entry, row, slot, place, turn, closing, before = np.empty((7, n), np.int64)
     first = np.empty(n, np.bool_)
-    uses = np.empty((2, n), np.int64)
-    of_slot = np.full(ids.shape, -1, np.int64)
     begins = np.zeros(n_batches + 1, np.int64)
     of_entry = np.full((4, n_layers * n_expert), -1, np.int64)
-    n_accesses = _find(ids, layer, batch_start, n_expert, of_entry, found, first, of_slot, uses, begins)
-    entry, row, slot, place, turn = found[:, :n_accesses]
-    per_turn = np.bincount(turn)
-    by_turn = np.empty(n_accesses, np.int64)
-    _sort_by_turn(turn, np.cumsum(per_turn) - per_turn, by_turn)
-    closing, before = uses[:, : begins[-1]]
-    return Accesses(
-        entry, row, slot, place, first[:n_accesses], of_slot, by_turn, np.cumsum(per_turn), closing, before,
-        begins, n,
-    )  # fmt: skip
+    told = entry, row, slot, place, first, turn
+    n_accesses = _find(ids, layer, batch_start, n_expert, *of_entry, *told, closing, before, begins)
+    told = (x[:n_accesses] for x in told)
+    return Accesses(*told, closing[: begins[-1]], before[: begins[-1]], begins, n)
 
 
 @njit(nogil=True, cache=True)
@@ -77,66 +65,53 @@ def _find(
     layer: Any,
     batch_start: Any,
     n_expert: int,
-    of_entry: Any,
-    found: Any,
+    last_place: Any,
+    last_batch: Any,
+    last_turn: Any,
+    last_use: Any,
+    entry: Any,
+    row: Any,
+    slot: Any,
+    place: Any,
     first: Any,
-    of_slot: Any,
-    uses: Any,
+    turn: Any,
+    closing: Any,
+    before: Any,
     begins: Any,
 ) -> int:
-    """Fill `found` (entry, row, slot, place, turn), `first`, `of_slot`, `uses` (closing, before) and `begins`; how many
-    accesses there are.
+    """Fill what `Accesses` has, from `entry` to `begins`; how many accesses there are.
 
     Args:
-        of_entry: int64 `[4, entries]`, -1 throughout: last place, last batch, last turn and last use of each.
+        last_place, last_batch, last_turn, last_use: int64 `[entries]` of -1: work space.
     """
-    last_place, last_batch, last_turn, last_use = of_entry[0], of_entry[1], of_entry[2], of_entry[3]
-    n_rows, width = ids.shape
-    n_accesses, n_places, n_uses, batch, of_batch = 0, 0, 0, -1, 0
-    for row in range(n_rows):
-        if batch_start[row]:
+    n, n_places, n_uses, batch, of_batch = 0, 0, 0, -1, 0
+    for r in range(ids.shape[0]):
+        if batch_start[r]:
             batch += 1
-            of_batch = n_accesses
-        base = np.int64(layer[row]) * n_expert
-        place = n_places
-        for slot in range(width):
-            if ids[row, slot] >= 0:
-                last_place[base + ids[row, slot]] = place
-                place += 1
-        before_row = n_accesses
-        for slot in range(width):
-            if ids[row, slot] < 0:
+            of_batch = n
+        base = layer[r] * n_expert
+        at = n_places
+        for s in range(ids.shape[1]):
+            if ids[r, s] >= 0:
+                last_place[base + ids[r, s]] = at
+                at += 1
+        for s in range(ids.shape[1]):
+            if ids[r, s] < 0:
                 continue
-            entry = base + ids[row, slot]
-            if last_place[entry] == n_places:
-                found[0, n_accesses], found[1, n_accesses], found[2, n_accesses] = entry, row, slot
-                found[3, n_accesses] = n_places
-                first[n_accesses] = last_batch[entry] != batch
-                last_batch[entry] = batch
-                last_turn[entry] += 1
-                found[4, n_accesses] = last_turn[entry]
-                n_accesses += 1
+            e = base + ids[r, s]
+            if last_place[e] == n_places:
+                last_turn[e] += 1
+                entry[n], row[n], slot[n], place[n], turn[n] = e, r, s, n_places, last_turn[e]
+                first[n] = last_batch[e] != batch
+                last_batch[e] = batch
+                n += 1
             n_places += 1
-        for slot in range(width):
-            if ids[row, slot] >= 0:
-                entry = base + ids[row, slot]
-                for access in range(before_row, n_accesses):
-                    if found[0, access] == entry:
-                        of_slot[row, slot] = access
-        if row + 1 == n_rows or batch_start[row + 1]:
-            for access in range(of_batch, n_accesses):
-                entry = found[0, access]
-                if found[3, access] == last_place[entry]:
-                    uses[0, n_uses], uses[1, n_uses] = access, last_use[entry]
-                    last_use[entry] = n_uses
+        if r + 1 == ids.shape[0] or batch_start[r + 1]:
+            for access in range(of_batch, n):
+                e = entry[access]
+                if place[access] == last_place[e]:
+                    closing[n_uses], before[n_uses] = access, last_use[e]
+                    last_use[e] = n_uses
                     n_uses += 1
             begins[batch + 1] = n_uses
-    return n_accesses
-
-
-@njit(nogil=True, cache=True)
-def _sort_by_turn(turn: Any, next_of_turn: Any, by_turn: Any) -> None:
-    """Accesses by turn, stable; `next_of_turn` is where each turn begins, and is used up."""
-    for access in range(turn.shape[0]):
-        by_turn[next_of_turn[turn[access]]] = access
-        next_of_turn[turn[access]] += 1
+    return n

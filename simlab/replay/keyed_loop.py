@@ -66,45 +66,28 @@ class _Batch(NamedTuple):
     last: NDArray[np.int64]
     """`[N]`."""
     units: NDArray[np.int32]
-    """Units of an entry of each of the cache's layers."""
+    """`[N]`: units of each entry."""
     least_units: int
-    n_expert: int
 
 
-def held(resident: NDArray[np.bool_], n_caches: int) -> Held:
+def pack(resident: NDArray[np.bool_], n_caches: int) -> Held:
     """What is in RAM, of `Caches.resident`."""
-    of_lanes = (resident.shape[1], n_caches)
-    n_words = -(-len(resident) // n_caches // 64)
-    found = Held(
-        words=np.zeros((*of_lanes, n_words), np.uint64),
-        n=np.zeros(of_lanes, np.int64),
-        level=np.zeros(of_lanes, np.int64),
+    n_lanes = resident.shape[1]
+    of_cache = resident.reshape(n_caches, -1, n_lanes)
+    missing = -of_cache.shape[1] % 64
+    bits = np.packbits(np.pad(of_cache, ((0, 0), (0, missing), (0, 0))), axis=1, bitorder="little")
+    return Held(
+        words=np.ascontiguousarray(bits.transpose(2, 0, 1)).view("<u8").astype(np.uint64),
+        n=of_cache.sum(axis=1).T.copy(),
+        level=np.zeros((n_lanes, n_caches), np.int64),
         ends=np.zeros((n_caches, _LEVELS), np.uint64),
     )
-    _pack(resident, found)
-    return found
 
 
-@njit(nogil=True, cache=True)
-def _pack(resident: Any, held: Held) -> None:
-    n = resident.shape[0] // held.n.shape[1]
-    for entry in range(resident.shape[0]):
-        cache, at = entry // n, entry % n
-        for lane in range(resident.shape[1]):
-            if resident[entry, lane]:
-                held.words[lane, cache, at >> 6] |= np.uint64(1) << np.uint64(at & 63)
-                held.n[lane, cache] += 1
-
-
-@njit(nogil=True, cache=True)
-def unpack(held: Held, resident: Any) -> None:
-    """Write what is in RAM to `Caches.resident`."""
-    n = resident.shape[0] // held.n.shape[1]
-    for entry in range(resident.shape[0]):
-        cache, at = entry // n, entry % n
-        for lane in range(resident.shape[1]):
-            word = held.words[lane, cache, at >> 6]
-            resident[entry, lane] = bool((word >> np.uint64(at & 63)) & np.uint64(1))
+def unpack(held: Held, n: int) -> NDArray[np.bool_]:
+    """`Caches.resident`, of caches of `n` entries."""
+    bits = np.unpackbits(held.words.astype("<u8").view(np.uint8), axis=2, bitorder="little", count=n)
+    return bits.transpose(1, 2, 0).reshape(-1, len(bits)).astype(bool)
 
 
 @njit(nogil=True, cache=True)
@@ -127,13 +110,12 @@ def at_batches(batches: Batches, first: int, entry: Any, now: Any, value: Any, f
 @njit(nogil=True, cache=True)
 def walk_keyed(batches: Batches, keys: Keys, caches: Caches, held: Held) -> None:
     """Walk all lanes through the batches that have keys, batch by batch."""
-    n, n_caches = keys.key.shape[1], held.n.shape[1]
-    n_layers = caches.units.shape[0] // n_caches
-    n_expert = n // n_layers
+    n = keys.key.shape[1]
+    n_expert = caches.units.shape[0] // caches.entry_bytes.shape[0]
     levels = np.empty((_LEVELS, held.words.shape[2]), np.uint64)
     levels[0] = ~np.uint64(0)
     # Words and bits of what a batch uses.
-    word, bit = np.empty(n_expert, np.uint64), np.empty(n_expert, np.uint64)
+    word, bit = np.empty(n, np.uint64), np.empty(n, np.uint64)
     for i in range(keys.n):
         number = keys.first + i
         start, n_uses = batches.begins[number], batches.begins[number + 1] - batches.begins[number]
@@ -143,9 +125,14 @@ def walk_keyed(batches: Batches, keys: Keys, caches: Caches, held: Held) -> None
             keys.last[entry] = keys.position[start + use]
             at = entry - cache * n
             word[use], bit[use] = at >> 6, np.uint64(1) << np.uint64(at & 63)
-        units = caches.units[cache * n_layers : (cache + 1) * n_layers]
-        batch = _Batch(keys.key[i], keys.last[cache * n : (cache + 1) * n], units, units.min(), n_expert)
-        n_levels = 1
+        first = cache * n
+        batch = _Batch(
+            keys.key[i],
+            keys.last[first : first + n],
+            caches.units[first : first + n],
+            caches.least_units[cache],
+        )
+        n_levels = np.int64(1)
         counts = caches.counts[batches.phase[number]]
         for lane in range(held.n.shape[0]):
             words = held.words[lane, cache]
@@ -162,7 +149,7 @@ def walk_keyed(batches: Batches, keys: Keys, caches: Caches, held: Held) -> None
             if caches.bypass:
                 _put(words, word, bit, n_uses)
                 held.n[lane, cache] += n_uses
-            used = np.int64(caches.used[cache, lane]) + (n_uses - hits) * caches.units[layer]
+            used = np.int64(caches.used[cache, lane]) + (n_uses - hits) * caches.units[layer * n_expert]
             over = used - caches.budget[cache, lane]
             if over > 0:
                 if held.level[lane, cache] >= n_levels:
@@ -190,17 +177,18 @@ def _evict(batch: _Batch, held: Held, lane: int, cache: int, over: int, levels: 
     words, n_held, level = held.words[lane, cache], held.n[lane, cache], held.level[lane, cache]
     most = min(-(-over // batch.least_units), n_held)
     entry = np.empty(most, np.int64)
-    n, n_seen = _least(batch, words, levels[level], entry)
-    while n < most:
-        # All that has a key of this level would not do.
-        level -= 1
+    while True:
         n, n_seen = _least(batch, words, levels[level], entry)
+        if n == most:
+            break
+        # All that has a key of this level will not do.
+        level -= 1
     held.level[lane, cache] = min(level + (n_seen >= _PLENTY * most), _LEVELS - 1)
     gone = 0
     while over > 0 and gone < n:
         at = entry[gone]
         words[at >> 6] ^= np.uint64(1) << np.uint64(at & 63)
-        over -= batch.units[at // batch.n_expert]
+        over -= batch.units[at]
         gone += 1
     held.n[lane, cache] -= gone
     return over, gone
@@ -249,12 +237,15 @@ def _least(batch: _Batch, words: Any, level: Any, entry: Any) -> tuple[int, int]
 @njit(nogil=True, cache=True)
 def _find_levels(key: Any, ends: Any, n_known: int, last: int, levels: Any) -> None:
     """Fill `levels`, of which some are known, up to a last one."""
-    for level in range(n_known, last + 1):
+    level, is_new = n_known, False
+    while level <= last:
         about = key.shape[0] >> (2 * level)
         found = _level(key, ends[level], levels, level)
-        if found < about // 2 or found > about * 2:
+        if is_new or about // 2 <= found <= about * 2:
+            level, is_new = level + 1, False
+        else:
             _find_ends(key, ends)
-            _level(key, ends[level], levels, level)
+            is_new = True
 
 
 @njit(nogil=True, cache=True)
@@ -284,6 +275,16 @@ def _level(key: Any, end: Any, levels: Any, level: int) -> int:
 @njit(nogil=True, cache=True)
 def _find_ends(key: Any, ends: Any) -> None:
     """The largest key of each level, by some keys' order."""
-    some = np.sort(key[:: max(key.shape[0] // _SAMPLE, 1)])
+    some = key[:: max(key.shape[0] // _SAMPLE, 1)].copy()
+    # Shell's: a few lines, where numba takes seconds to compile a sort of NumPy's.
+    gap = some.shape[0] // 2
+    while gap:
+        for i in range(gap, some.shape[0]):
+            mine, place = some[i], i
+            while place >= gap and some[place - gap] > mine:
+                some[place] = some[place - gap]
+                place -= gap
+            some[place] = mine
+        gap //= 2
     for level in range(1, ends.shape[0]):
         ends[level] = some[some.shape[0] >> (2 * level)]

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from simlab.replay.batches import padded
 from simlab.replay.keyed import KeyedShape, run
-from simlab.replay.keyed_loop import Keys, at_batches, held, unpack, walk_keyed
+from simlab.replay.keyed_loop import Keys, at_batches, pack, unpack, walk_keyed
 from simlab.replay.keyed_order import Block, blocks, in_order, packed_keys, whole_keys
 from simlab.replay.programs import compiled
 from simlab.replay.shape import Tree, code_key
 from simlab.replay.shared_loop import Batches, Caches
-from simlab.replay.shared_order import LAST_USE, reads
+from simlab.replay.shared_order import LAST_USE
 from simlab.replay.shared_walk import STEPS, SharedWalk, Uses, of_uses
 from simlab.routing import entry_facts
 
@@ -151,7 +151,7 @@ class KeyedWalk(SharedWalk):
     # -- by the loop -------------------------------------------------------------------------------------------
 
     def _loop(self, carry: Tree, uses: Uses, batches: Batches, caches: Caches) -> None:
-        bits = held(caches.resident, self._n_caches)
+        held = pack(caches.resident, self._n_caches)
         last = np.array(carry["stamp"]).reshape(-1)
         n = len(last) // self._n_caches
         size = max(_AT_ONCE // n, 1)
@@ -165,7 +165,7 @@ class KeyedWalk(SharedWalk):
             first = starts[number]
             here = min(size, len(batches.layer) - first)
             keys = Keys(first, here, np.asarray(rooms[number % 2]), uses.entry, uses.position, last)
-            walk_keyed(batches, keys, caches, bits)
+            walk_keyed(batches, keys, caches, held)
 
         for number, first in enumerate(starts):
             rooms[number % 2] = keys_from(first, rooms[number % 2])
@@ -173,7 +173,7 @@ class KeyedWalk(SharedWalk):
             if number:
                 walk(number - 1)
         walk(len(starts) - 1)
-        unpack(bits, caches.resident)
+        caches.resident[:] = unpack(held, n)
 
     def _whole_keys(
         self, carry: Tree, uses: Uses, batches: Batches, n: int, size: int
@@ -183,10 +183,8 @@ class KeyedWalk(SharedWalk):
         keys must have been read.
         """
         policy, n_expert = self._program.eviction, self._program.n_expert
-        known = reads(policy)
-        assert known is not None
         now = {LAST_USE: carry["stamp"], **carry["eviction_state"]}
-        now = {name: np.array(v).reshape(-1) for name, v in now.items() if name in known.by_key}
+        now = {name: np.array(v).reshape(-1) for name, v in now.items() if name in self._reads.by_key}
         new = {name: uses.position if name == LAST_USE else uses.state[name] for name in now}
         found = [{name: np.empty((size, n), v.dtype) for name, v in now.items()} for _ in range(2)]
         first_layer = (batches.cache * (self._program.n_layers // self._n_caches)).astype(np.int32)

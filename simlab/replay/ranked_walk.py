@@ -89,12 +89,12 @@ class RankedWalk(SharedWalk):
 
     def _loop(self, carry: Tree, uses: Uses, batches: Batches, caches: Caches) -> None:
         order = self._order(carry, uses)
-        n_seen, n_expert = len(order.seen), self._program.n_expert
+        n_seen = len(order.seen)
         n_words = -(-order.counts // WORD_64)
         words = np.append(0, np.cumsum(n_words))
         place = words[order.cache] * WORD_64 + order.rank
         units = np.zeros(words[-1] * WORD_64, np.int32)
-        units[place] = caches.units[np.concatenate([order.seen, uses.entry]) // n_expert]
+        units[place] = caches.units[np.concatenate([order.seen, uses.entry])]
         first = np.full(len(order.latest), -1, np.int64)
         first[order.seen] = place[:n_seen]
         place = np.append(place, -1)

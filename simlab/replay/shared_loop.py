@@ -44,7 +44,9 @@ class Caches(NamedTuple):
     """What lanes walk with, and what they come to."""
 
     units: NDArray[np.int32]
-    """`[B]`: units of an entry."""
+    """`[B * E]`: units of each entry."""
+    least_units: NDArray[np.int32]
+    """`[C]`: units of the smallest entry of each cache."""
     entry_bytes: NDArray[np.int64]
     """`[B]`."""
     budget: NDArray[np.int32]

@@ -7,7 +7,7 @@ order in which it evicts is fixed beforehand. That is read off the policy's func
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
@@ -44,6 +44,8 @@ class Reads(NamedTuple):
     """Of the policy's state, and `LAST_USE`."""
     by_touch: frozenset[str]
     """Of the policy's state: where it is none, what an access leaves behind does not rest on those before."""
+    of_access: frozenset[str]
+    """Fields of `Access`, by `touch`."""
 
 
 _KNOWN: dict[Hashable, Reads | None] = {}
@@ -92,16 +94,20 @@ def _reads(policy: EvictionPolicy) -> Reads | None:
     access |= {"next_position": whole, "next_batch": whole}
     common = {"state": state, "knobs": knobs}
     of_key = _used(key_of, common | {"ids": ids, "last": whole, "batch": np.int64(0)})
-    nothing = {"state": dict.fromkeys(state, False), "hit": False}
+    nothing = {"state": dict.fromkeys(state, False), "hit": False, "access": dict.fromkeys(access, False)}
     of_touch = nothing if touch is None else _used(touched, common | {"access": access, "hit": no})
     if of_key is None or of_touch is None or of_touch["hit"]:
         return None
     return Reads(
         order="moving" if of_key["batch"] else "fixed",
-        by_key=frozenset([name for name, used in of_key["state"].items() if used])
-        | ({LAST_USE} if of_key["last"] else frozenset()),
-        by_touch=frozenset([name for name, used in of_touch["state"].items() if used]),
+        by_key=_names(of_key["state"]) | ({LAST_USE} if of_key["last"] else frozenset()),
+        by_touch=_names(of_touch["state"]),
+        of_access=_names(of_touch["access"]),
     )
+
+
+def _names(used: Mapping[str, bool]) -> frozenset[str]:
+    return frozenset([name for name, is_used in used.items() if is_used])
 
 
 def _used(function: Callable[[Any], Any], given: Any) -> Any:

@@ -75,6 +75,9 @@ class SharedWalk(ABC):
     ) -> None:
         self._columns, self._program, self._knobs, self._foretold = columns, program, knobs, foretold
         self._loops, self._sizes = loops, sizes
+        known = reads(program.eviction)
+        assert known is not None
+        self._reads = known
         n_layers, n_expert = program.n_layers, program.n_expert
         self._per_layer = budgets[0].per_layer
         self._n_caches = n_layers if self._per_layer else 1
@@ -163,7 +166,8 @@ class SharedWalk(ABC):
         batches = Batches(uses.begins, rows["batch"][at], layer, self._cache[layer], phase)
         n_lanes, shape = len(off), carry["resident"].shape
         caches = Caches(
-            units=self.lanes["units"],
+            units=np.repeat(self.lanes["units"], self._program.n_expert),
+            least_units=self.lanes["units"].reshape(self._n_caches, -1).min(axis=1),
             entry_bytes=self._sizes,
             budget=self.lanes["budget"],
             off=off,
@@ -205,7 +209,7 @@ class SharedWalk(ABC):
 
     def _needs(self) -> ColumnNeeds:
         program = self._program
-        wanted = program.weights if program.eviction.touch is not None else None
+        wanted = program.weights if "weight" in self._reads.of_access else None
         weights: frozenset[WeightSource] = frozenset([wanted] if wanted else [])
         other = program.n_slots != program.n_expert_used or program.n_slots > self._columns.trace.width
         n_slots = max(program.n_slots, program.n_expert_used)
@@ -244,11 +248,21 @@ class SharedWalk(ABC):
         }
         return uses, known
 
+    def _weight(self, rows: Tree, found: Accesses, expert: NDArray[np.int32]) -> NDArray[np.float32]:
+        """float32 `[A]`: the weights of an access's slots, added up; zeros where none is wanted."""
+        weight = np.zeros(len(expert), np.float32)
+        if "weight" not in self._reads.of_access:
+            return weight
+        ids = rows["router"][:, : self._program.n_slots]
+        weights = self._weights(rows, ids)
+        for slot in range(ids.shape[1]):
+            is_mine = ids[found.row, slot] == expert
+            weight += np.where(is_mine, weights[found.row, slot], np.float32(0))
+        return weight
+
     def _weights(self, rows: Tree, ids: NDArray[np.int32]) -> NDArray[np.float32]:
-        """float32 `[rows, K]`: the weights applied; NaN where the trace does not tell, zeros where none is wanted."""
+        """float32 `[rows, K]`: the weights applied; NaN where the trace does not tell."""
         program = self._program
-        if program.eviction.touch is None:
-            return np.zeros(ids.shape, np.float32)
         if program.weights == "recorded":
             return rows["weight"][:, : program.n_slots]
         if program.weights == "scores":
@@ -269,24 +283,20 @@ class SharedWalk(ABC):
         policy, entry = self._program.eviction, found.entry
         if policy.touch is None or not len(entry):
             return {name: v[entry] for name, v in state.items()}
-        weights = self._weights(rows, rows["router"][:, : self._program.n_slots])
-        weight = np.zeros(len(entry), np.float32)
-        np.add.at(weight, found.of_slot[found.of_slot >= 0], weights[found.of_slot >= 0])
+        expert = (entry % self._program.n_expert).astype(np.int32)
         access = Access(
             position=position,
             first=found.first,
             hit=np.zeros(len(entry), bool),
-            weight=weight,
+            weight=self._weight(rows, found, expert),
             batch=rows["batch"][found.row],
             layer=rows["layer"][found.row],
-            expert=(entry % self._program.n_expert).astype(np.int32),
+            expert=expert,
             **{name: column[start + found.row, found.slot, 0] for name, column in self._foretold.items()},
         )
-        known = reads(policy)
-        assert known is not None
-        # What rests on nothing an earlier access left behind is found for all accesses at once.
-        turns = found.turn_ends.tolist() if known.by_touch else [len(entry)]
-        in_turns = found.by_turn if known.by_touch else np.arange(len(entry))
+        # What rests on nothing that earlier accesses left behind is found for all at once.
+        turn = found.turn if self._reads.by_touch else np.zeros_like(found.turn)
+        in_turns, turns = np.argsort(turn, kind="stable"), np.cumsum(np.bincount(turn)).tolist()
         entry = entry[in_turns]
         access = Access._make(x[in_turns] if np.ndim(x) else x for x in access)
         after = {name: np.empty(len(entry), v.dtype) for name, v in state.items()}
