@@ -101,8 +101,8 @@ def test_narrower_and_wider_routes_walk_alike(tmp_path):
 
 @pytest.mark.parametrize("scope", ["global", "per_layer"])
 def test_counts_as_the_reference(tmp_path, scope: Scope):
-    """Every count of a run by the slow reference, without a second scan of ours: all policies that loops walk, entries of
-    two sizes, budgets from none and below one token's to all."""
+    """Every count of a run by the slow reference, without a second scan of ours: all policies that loops walk, entries
+    of two sizes, budgets from none and below one token's to all."""
     header = make_header(n_layer=2, n_expert=70, k=3, sizes=(900, 1300))
     trace = generate(header, seed=11, n_prefill=5, n_decode=30, grain=0.5)
     evicts = [*LOOPED, "lfu_decay:half_life=40", "lookahead:m=9"]

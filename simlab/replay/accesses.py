@@ -41,7 +41,11 @@ class Accesses(NamedTuple):
 
 
 def find_accesses(
-    ids: NDArray[np.int32], layer: NDArray[np.int32], batch_start: NDArray[np.bool_], n_layers: int, n_expert: int
+    ids: NDArray[np.int32],
+    layer: NDArray[np.int32],
+    batch_start: NDArray[np.bool_],
+    n_layers: int,
+    n_expert: int,
 ) -> Accesses:
     """The accesses of whole batches.
 
@@ -50,40 +54,24 @@ def find_accesses(
     """
     n, n_batches = int((ids >= 0).sum()), int(batch_start.sum())
     entry, row, slot, place, turn, closing, before = np.empty((7, n), np.int64)
-    first = np.empty(n, np.bool_)
-    begins = np.zeros(n_batches + 1, np.int64)
-    of_entry = np.full((4, n_layers * n_expert), -1, np.int64)
-    told = entry, row, slot, place, first, turn
-    n_accesses = _find(ids, layer, batch_start, n_expert, *of_entry, *told, closing, before, begins)
-    told = (x[:n_accesses] for x in told)
-    return Accesses(*told, closing[: begins[-1]], before[: begins[-1]], begins, n)
+    first, begins = np.empty(n, np.bool_), np.zeros(n_batches + 1, np.int64)
+    room = Accesses(entry, row, slot, place, first, turn, closing, before, begins, n)
+    last = np.full((4, n_layers * n_expert), -1, np.int64)
+    a = slice(_find(ids, layer, batch_start, n_expert, last, room))
+    u = slice(begins[-1])
+    return Accesses(
+        entry[a], row[a], slot[a], place[a], first[a], turn[a], closing[u], before[u], begins, n
+    )  # fmt: skip
 
 
 @njit(nogil=True, cache=True)
-def _find(
-    ids: Any,
-    layer: Any,
-    batch_start: Any,
-    n_expert: int,
-    last_place: Any,
-    last_batch: Any,
-    last_turn: Any,
-    last_use: Any,
-    entry: Any,
-    row: Any,
-    slot: Any,
-    place: Any,
-    first: Any,
-    turn: Any,
-    closing: Any,
-    before: Any,
-    begins: Any,
-) -> int:
-    """Fill what `Accesses` has, from `entry` to `begins`; how many accesses there are.
+def _find(ids: Any, layer: Any, batch_start: Any, n_expert: int, last: Any, found: Accesses) -> int:
+    """Fill `found`, which has room for more; how many accesses there are.
 
     Args:
-        last_place, last_batch, last_turn, last_use: int64 `[entries]` of -1: work space.
+        last: int64 `[4, entries]` of -1: work space.
     """
+    last_place, last_batch, last_turn, last_use = last[0], last[1], last[2], last[3]
     n, n_places, n_uses, batch, of_batch = 0, 0, 0, -1, 0
     for r in range(ids.shape[0]):
         if batch_start[r]:
@@ -101,17 +89,18 @@ def _find(
             e = base + ids[r, s]
             if last_place[e] == n_places:
                 last_turn[e] += 1
-                entry[n], row[n], slot[n], place[n], turn[n] = e, r, s, n_places, last_turn[e]
-                first[n] = last_batch[e] != batch
+                found.entry[n], found.row[n], found.slot[n] = e, r, s
+                found.place[n], found.turn[n] = n_places, last_turn[e]
+                found.first[n] = last_batch[e] != batch
                 last_batch[e] = batch
                 n += 1
             n_places += 1
         if r + 1 == ids.shape[0] or batch_start[r + 1]:
             for access in range(of_batch, n):
-                e = entry[access]
-                if place[access] == last_place[e]:
-                    closing[n_uses], before[n_uses] = access, last_use[e]
+                e = found.entry[access]
+                if found.place[access] == last_place[e]:
+                    found.closing[n_uses], found.before[n_uses] = access, last_use[e]
                     last_use[e] = n_uses
                     n_uses += 1
-            begins[batch + 1] = n_uses
+            found.begins[batch + 1] = n_uses
     return n

@@ -67,7 +67,8 @@ class _Batch(NamedTuple):
     """`[N]`."""
     units: NDArray[np.int32]
     """`[N]`: units of each entry."""
-    least_units: int
+    least_units: Any
+    """Of the smallest."""
 
 
 def pack(resident: NDArray[np.bool_], n_caches: int) -> Held:
@@ -172,7 +173,7 @@ def _put(words: Any, word: Any, bit: Any, n_uses: int) -> None:
 
 
 @njit(nogil=True, cache=True)
-def _evict(batch: _Batch, held: Held, lane: int, cache: int, over: int, levels: Any) -> tuple[int, int]:
+def _evict(batch: _Batch, held: Held, lane: int, cache: Any, over: Any, levels: Any) -> Any:
     """Take out the least of what is in RAM until nothing is over; what still is, and how many left."""
     words, n_held, level = held.words[lane, cache], held.n[lane, cache], held.level[lane, cache]
     most = min(-(-over // batch.least_units), n_held)
@@ -195,7 +196,7 @@ def _evict(batch: _Batch, held: Held, lane: int, cache: int, over: int, levels: 
 
 
 @njit(nogil=True, cache=True)
-def _least(batch: _Batch, words: Any, level: Any, entry: Any) -> tuple[int, int]:
+def _least(batch: _Batch, words: Any, level: Any, entry: Any) -> Any:
     """Fill `entry` with those in RAM and of a level that leave first, in order; how many, and how many there are.
 
     Args:
@@ -235,7 +236,7 @@ def _least(batch: _Batch, words: Any, level: Any, entry: Any) -> tuple[int, int]
 
 
 @njit(nogil=True, cache=True)
-def _find_levels(key: Any, ends: Any, n_known: int, last: int, levels: Any) -> None:
+def _find_levels(key: Any, ends: Any, n_known: Any, last: Any, levels: Any) -> None:
     """Fill `levels`, of which some are known, up to a last one."""
     level, is_new = n_known, False
     while level <= last:
@@ -249,7 +250,7 @@ def _find_levels(key: Any, ends: Any, n_known: int, last: int, levels: Any) -> N
 
 
 @njit(nogil=True, cache=True)
-def _level(key: Any, end: Any, levels: Any, level: int) -> int:
+def _level(key: Any, end: Any, levels: Any, level: int) -> Any:
     """Set the bits of keys up to an end; how many they are."""
     words, n = levels[level], 0
     for number in range(words.shape[0]):

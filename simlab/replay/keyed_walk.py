@@ -1,8 +1,9 @@
-"""A group of cells that route alike and whose keys move by themselves: finds keys and orders, for `keyed.py` or `keyed_loop.py`."""
+"""A group of cells that route alike and whose keys move by themselves: finds keys, for `keyed_loop.py`, or orders, for
+`keyed.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ _AT_ONCE = 1 << 18
 class KeyedWalk(SharedWalk):
     """Takes what `SharedWalk` does."""
 
-    _rooms: Sequence[Any] = ()
+    _rooms: list[Any] | None = None
     """Two arrays for keys, of which one is filled while the other is walked by."""
 
     def _lay_out(self) -> None:
@@ -157,7 +158,7 @@ class KeyedWalk(SharedWalk):
         size = max(_AT_ONCE // n, 1)
         starts = range(0, len(batches.layer), size)
         keys_from = self._whole_keys(carry, uses, batches, n, size)
-        if not self._rooms:
+        if self._rooms is None:
             self._rooms = [jnp.zeros((size, n), jnp.uint64) for _ in range(2)]
         rooms = self._rooms
 

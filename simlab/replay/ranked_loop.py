@@ -91,7 +91,7 @@ def walk_ranked(batches: Batches, ranks: Ranks, caches: Caches) -> None:
 
 
 @njit(nogil=True, cache=True)
-def _put(words: Any, groups: Any, first_word: int, first_group: int, place: int) -> None:
+def _put(words: Any, groups: Any, first_word: Any, first_group: Any, place: Any) -> None:
     """An entry comes in."""
     word = place >> 6
     words[word] |= np.uint64(1) << np.uint64(place & 63)
@@ -100,7 +100,7 @@ def _put(words: Any, groups: Any, first_word: int, first_group: int, place: int)
 
 
 @njit(nogil=True, cache=True)
-def _take(words: Any, groups: Any, first_word: int, first_group: int, place: int) -> bool:
+def _take(words: Any, groups: Any, first_word: Any, first_group: Any, place: Any) -> bool:
     """An entry is taken out; whether it was there."""
     word, bit = place >> 6, np.uint64(1) << np.uint64(place & 63)
     if not words[word] & bit:

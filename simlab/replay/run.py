@@ -305,9 +305,9 @@ class Replayer:
         header = self.trace.header
         cells = [self.cells[i] for i in indices]
         fast = self._fast_kind(cells[0])
-        # A loop is compiled for any number of lanes.
-        if not (self._loops and fast and fast[0] != "recency"):
-            cells += cells[-1:] * (padded_lanes(len(cells)) - len(cells))
+        # A loop is compiled once, for any number of lanes.
+        n_lanes = len(cells) if self._loops and fast and fast[0] != "recency" else padded_lanes(len(cells))
+        cells += cells[-1:] * (n_lanes - len(cells))
         eviction = find_eviction(cells[0].evict)
         widths = [effective_k(c.route, header) for c in cells]
         for cell, k in zip(cells, widths, strict=True):

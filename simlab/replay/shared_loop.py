@@ -63,11 +63,13 @@ class Caches(NamedTuple):
     """`[PHASES, N_COUNTS, W]`: `HITS`, `EVICTIONS` and `READ_BYTES`; added to."""
 
 
-@intrinsic
-def lowest(typing: Any, word: Any) -> Any:
+def _lowest(typing: Any, word: Any) -> Any:
     """The place of the lowest bit of a word that is not zero: one instruction, for which NumPy has no name."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
 
     return types.uint64(types.uint64), generate
+
+
+lowest: Any = intrinsic(_lowest)

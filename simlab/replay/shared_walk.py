@@ -156,9 +156,7 @@ class SharedWalk(ABC):
             after = self._call(carry, moving, uses, self._steps(rows, uses), shared["counters"], lanes)
         return carry | known | after | {"sums": shared["sums"]}
 
-    def _looped(
-        self, carry: Tree, rows: Tree, uses: Uses, shared: NDArray[np.int64], lanes: Tree
-    ) -> Tree:
+    def _looped(self, carry: Tree, rows: Tree, uses: Uses, shared: NDArray[np.int64], lanes: Tree) -> Tree:
         """What differs by lane, after the loop."""
         at = np.flatnonzero(rows["batch_start"])
         layer, off = rows["layer"][at].astype(np.int64), np.array(lanes["off"])
