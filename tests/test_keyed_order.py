@@ -14,10 +14,21 @@ from synthetic import generate, make_header
 from simlab.cells import build_cells
 from simlab.policy import eviction
 from simlab.replay import keyed, keyed_walk
-from simlab.replay.keyed_loop import Keys, pack, unpack, walk_keyed
 from simlab.replay.keyed_order import blocks, in_order, packed_keys, whole_keys
 from simlab.replay.run import Replayer
-from simlab.replay.shared_loop import EVICTIONS, HITS, N_COUNTS, PHASES, READ_BYTES, Batches, Caches
+from simlab.replay.shared_loop import (
+    EVICTIONS,
+    HITS,
+    N_COUNTS,
+    PHASES,
+    READ_BYTES,
+    Batches,
+    Caches,
+    Keys,
+    pack,
+    unpack,
+    walk_keyed,
+)
 from simlab.replay.shared_order import LAST_USE
 
 N = 7

@@ -13,6 +13,7 @@ from synthetic import Synthetic, from_batches, generate, make_header
 from simlab.cells import build_cells
 from simlab.policy import builtin_policies, eviction, find_eviction
 from simlab.replay import keyed_walk, ranked_walk, shared_walk
+from simlab.replay.accesses import find_accesses
 from simlab.replay.run import Replayer
 from simlab.replay.shared_order import shared_order
 from simlab.replay.shared_walk import SharedWalk
@@ -156,6 +157,46 @@ def test_it_stops_and_goes_on_from_arrays(tmp_path):
     while later.advance():
         pass
     assert later.numbers() == whole.numbers()
+
+
+@given(
+    rows=st.lists(
+        st.tuples(st.booleans(), st.lists(st.integers(-1, 3), min_size=3, max_size=3)),
+        min_size=1,
+        max_size=12,
+    )
+)
+@settings(deadline=None, derandomize=True)
+def test_accesses_by_hand(rows: list[tuple[bool, list[int]]]):
+    """Rows with holes and with an expert in several slots, batches of any length, against lists."""
+    starts = [True, *(start for start, _ in rows[1:])]
+    layer = [sum(starts[: i + 1]) % 2 for i in range(len(rows))]
+    accesses, uses = [], []
+    batch = place = 0
+    seen: list[tuple[int, int]] = []
+    for number, (_, experts) in enumerate(rows):
+        batch += starts[number]
+        of_row = {}
+        for slot, expert in enumerate(experts):
+            if expert >= 0:
+                of_row[4 * layer[number] + expert] = (slot, place)
+                place += 1
+        for entry, (slot, at) in sorted(of_row.items(), key=lambda item: item[1]):
+            turn = sum(entry == before for _, before in seen)
+            first = (batch, entry) not in seen
+            seen.append((batch, entry))
+            accesses.append((entry, number, slot, at, first, turn))
+    for access, (of_batch, entry) in enumerate(seen):
+        if (of_batch, entry) not in seen[access + 1 :]:
+            before = max((u for u, (other, _, _) in enumerate(uses) if other == entry), default=-1)
+            uses.append((entry, access, before))
+    ids = np.array([experts for _, experts in rows], np.int32)
+    found = find_accesses(ids, np.array(layer, np.int32), np.array(starts), 2, 4)
+    assert list(zip(*(x.tolist() for x in found[:6]), strict=True)) == accesses
+    assert list(zip(found.closing.tolist(), found.before.tolist(), strict=True)) == [u[1:] for u in uses]
+    of_batch = [seen[u[1]][0] for u in uses]
+    assert np.diff(found.begins).tolist() == [of_batch.count(b + 1) for b in range(batch)]
+    assert found.n_slots == place
 
 
 # -- which policies have a fixed order -----------------------------------------------------------------------

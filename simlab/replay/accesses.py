@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from simlab.replay.shared_loop import loop
 
 
 class Accesses(NamedTuple):
@@ -64,7 +65,7 @@ def find_accesses(
     )  # fmt: skip
 
 
-@njit(nogil=True, cache=True)
+@loop
 def _find(ids: Any, layer: Any, batch_start: Any, n_expert: int, last: Any, found: Accesses) -> int:
     """Fill `found`, which has room for more; how many accesses there are.
 

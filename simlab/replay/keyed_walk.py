@@ -1,4 +1,4 @@
-"""A group of cells that route alike and whose keys move by themselves: finds keys, for `keyed_loop.py`, or orders, for
+"""A group of cells that route alike and whose keys move by themselves: finds keys, for `shared_loop.py`, or orders, for
 `keyed.py`."""
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 
 from simlab.replay.batches import padded
 from simlab.replay.keyed import KeyedShape, run
-from simlab.replay.keyed_loop import Keys, at_batches, pack, unpack, walk_keyed
 from simlab.replay.keyed_order import Block, blocks, in_order, packed_keys, whole_keys
 from simlab.replay.programs import compiled
 from simlab.replay.shape import Tree, code_key
-from simlab.replay.shared_loop import Batches, Caches
+from simlab.replay.shared_loop import Batches, Caches, Keys, at_batches, pack, unpack, walk_keyed
 from simlab.replay.shared_order import LAST_USE
 from simlab.replay.shared_walk import STEPS, SharedWalk, Uses, of_uses
 from simlab.routing import entry_facts

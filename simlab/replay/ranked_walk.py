@@ -1,4 +1,4 @@
-"""A group of cells whose order of eviction is fixed: finds the order, for `ranked.py` or `ranked_loop.py`."""
+"""A group of cells whose order of eviction is fixed: finds the order, for `ranked.py` or `shared_loop.py`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 from simlab.replay.batches import WORD, padded
 from simlab.replay.programs import compiled
 from simlab.replay.ranked import RankedShape, run
-from simlab.replay.ranked_loop import Ranks, walk_ranked
 from simlab.replay.shape import Tree
-from simlab.replay.shared_loop import WORD_64, Batches, Caches
+from simlab.replay.shared_loop import WORD_64, Batches, Caches, Ranks, walk_ranked
 from simlab.replay.shared_walk import STEPS, SharedWalk, Uses, of_uses
 from simlab.routing import entry_facts, eviction_key
 

@@ -184,10 +184,8 @@ class Replayer:
         stop += int(np.argmax(columns.batch_end[stop - 1 :]))
         side_by_side(partial(self._walk, stop=stop), [g for g in self.groups if g.walk is not None])
         plain = [group for group in self.groups if group.walk is None]
-        for start in range(self.row, stop, CHUNK_ROWS):
+        for start in range(self.row, stop, CHUNK_ROWS) if plain else ():
             end = min(start + CHUNK_ROWS, stop)
-            if not plain:
-                break
             rows = self.columns.chunk(start, end, CHUNK_ROWS, self._needs)
             side_by_side(partial(self._scan, rows=rows, start=start, end=end), plain)
         self.row = stop
@@ -305,9 +303,8 @@ class Replayer:
         header = self.trace.header
         cells = [self.cells[i] for i in indices]
         fast = self._fast_kind(cells[0])
-        # A loop is compiled once, for any number of lanes.
-        n_lanes = len(cells) if self._loops and fast and fast[0] != "recency" else padded_lanes(len(cells))
-        cells += cells[-1:] * (n_lanes - len(cells))
+        by_loop = self._loops and fast and fast[0] != "recency"
+        cells += [] if by_loop else cells[-1:] * (padded_lanes(len(cells)) - len(cells))
         eviction = find_eviction(cells[0].evict)
         widths = [effective_k(c.route, header) for c in cells]
         for cell, k in zip(cells, widths, strict=True):

@@ -1,6 +1,6 @@
 """A group of cells that route alike: finds once what the lanes share, and hands it to a walk of what they do not.
 
-The walk is a scan of XLA's (`ranked.py`, `keyed.py`), or on a CPU a compiled loop (`ranked_loop.py`, `keyed_loop.py`).
+The walk is a scan of XLA's (`ranked.py`, `keyed.py`), or on a CPU a compiled loop (`shared_loop.py`).
 
 The policy's own functions are run once for each use of an entry, whatever the number of cells: uses of different
 entries do not touch each other, so the n-th uses of all entries go through `touch` together.
