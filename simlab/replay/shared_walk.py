@@ -167,7 +167,7 @@ class SharedWalk(ABC):
             units=np.repeat(self.lanes["units"], self._program.n_expert),
             least_units=self.lanes["units"].reshape(self._n_caches, -1).min(axis=1),
             entry_bytes=self._sizes,
-            budget=self.lanes["budget"],
+            budget=np.ascontiguousarray(self.lanes["budget"]),
             off=off,
             bypass=self._program.eviction.bypass,
             resident=np.array(carry["resident"]).reshape(-1, n_lanes),
