@@ -15,6 +15,7 @@ from simlab.cells import build_cells
 from simlab.policy import eviction
 from simlab.replay import keyed, keyed_walk
 from simlab.replay.keyed_order import blocks, in_order, packed_keys, whole_keys
+from simlab.replay.keyed_walk import pack, unpack
 from simlab.replay.run import Replayer
 from simlab.replay.shared_loop import (
     EVICTIONS,
@@ -25,8 +26,6 @@ from simlab.replay.shared_loop import (
     Batches,
     Caches,
     Keys,
-    pack,
-    unpack,
     walk_keyed,
 )
 from simlab.replay.shared_order import LAST_USE

@@ -15,7 +15,7 @@ from simlab.replay.keyed import KeyedShape, run
 from simlab.replay.keyed_order import Block, blocks, in_order, packed_keys, whole_keys
 from simlab.replay.programs import compiled
 from simlab.replay.shape import Tree, code_key
-from simlab.replay.shared_loop import Batches, Caches, Keys, at_batches, pack, unpack, walk_keyed
+from simlab.replay.shared_loop import LEVELS, Batches, Caches, Held, Keys, at_batches, walk_keyed
 from simlab.replay.shared_order import LAST_USE
 from simlab.replay.shared_walk import STEPS, SharedWalk, Uses, of_uses
 from simlab.routing import entry_facts
@@ -204,3 +204,23 @@ class KeyedWalk(SharedWalk):
             return call(room, known, first_layer[here], batches.number[here], vars(self._knobs))
 
         return keys_from
+
+
+def pack(resident: NDArray[np.bool_], n_caches: int) -> Held:
+    """What is in RAM, of `Caches.resident`."""
+    n_lanes = resident.shape[1]
+    of_cache = resident.reshape(n_caches, -1, n_lanes)
+    missing = -of_cache.shape[1] % 64
+    bits = np.packbits(np.pad(of_cache, ((0, 0), (0, missing), (0, 0))), axis=1, bitorder="little")
+    return Held(
+        words=np.ascontiguousarray(bits.transpose(2, 0, 1)).view("<u8").astype(np.uint64),
+        n=of_cache.sum(axis=1).T.copy(),
+        level=np.zeros((n_lanes, n_caches), np.int64),
+        ends=np.zeros((n_caches, LEVELS), np.uint64),
+    )
+
+
+def unpack(held: Held, n: int) -> NDArray[np.bool_]:
+    """`Caches.resident`, of caches of `n` entries."""
+    bits = np.unpackbits(held.words.astype("<u8").view(np.uint8), axis=2, bitorder="little", count=n)
+    return bits.transpose(1, 2, 0).reshape(-1, len(bits)).astype(bool)

@@ -33,7 +33,9 @@ PHASES = 3
 """Prefill, decode, and what is not counted."""
 HITS, EVICTIONS, READ_BYTES = range(3)
 N_COUNTS = 3
-_LEVELS = 5
+_LANES = 64
+"""Lanes side by side: of some thousand batches their bits fit a processor's cache."""
+LEVELS = 5
 """Of them the first has all entries, and each one after about a quarter of the one before."""
 _SAMPLE = 512
 """Keys that say, about, where a level ends."""
@@ -133,79 +135,116 @@ class Ranks(NamedTuple):
 
 @loop
 def walk_ranked(batches: Batches, ranks: Ranks, caches: Caches) -> None:
-    """Walk all lanes, one after the other, where an order of eviction stands."""
-    words = np.empty(ranks.words[-1], np.uint64)
-    # A bit for each word that is not zero.
-    groups = np.empty(ranks.groups[-1], np.uint64)
-    n_caches = caches.budget.shape[0]
-    n_entries = ranks.before.shape[0]
-    n_expert = n_entries // caches.entry_bytes.shape[0]
-    for lane in range(caches.off.shape[0]):
-        words[:] = 0
-        groups[:] = 0
-        for cache in range(n_caches):
-            for entry in range(cache * (n_entries // n_caches), (cache + 1) * (n_entries // n_caches)):
-                if caches.resident[entry, lane]:
-                    _put(words, groups, ranks.words[cache], ranks.groups[cache], ranks.before[entry])
-        for batch in range(batches.layer.shape[0]):
-            start, stop = batches.begins[batch], batches.begins[batch + 1]
-            layer, cache = batches.layer[batch], batches.cache[batch]
-            first_word, first_group = ranks.words[cache], ranks.groups[cache]
-            counts = caches.counts[batches.phase[batch]]
-            n_missed = stop - start
+    """Walk all lanes where an order of eviction stands, some of them side by side."""
+    n_lanes = caches.off.shape[0]
+    # Lanes last, so that what they do alike is done by vector instructions.
+    words = np.empty((ranks.words[-1], min(_LANES, n_lanes)), np.uint64)
+    # A bit for each word that may hold one.
+    groups = np.empty((ranks.groups[-1], words.shape[1]), np.uint64)
+    for first in range(0, n_lanes, _LANES):
+        n = min(_LANES, n_lanes - first)
+        _walk_some(batches, ranks, caches, first, words[:, :n], groups[:, :n])
+
+
+@loop
+def _walk_some(batches: Batches, ranks: Ranks, caches: Caches, first: int, words: Any, groups: Any) -> None:
+    """Walk lanes from the `first` on; `words` and `groups` have room for their bits."""
+    n_lanes = words.shape[1]
+    n_expert = caches.units.shape[0] // caches.entry_bytes.shape[0]
+    of_cache = caches.units.shape[0] // caches.budget.shape[0]
+    words[:] = 0
+    groups[:] = 0
+    on, whole = np.empty(n_lanes, np.uint64), ~np.uint64(0)
+    for lane in range(n_lanes):
+        on[lane] = np.uint64(0) if caches.off[first + lane] else whole
+    there, missed = np.empty(n_lanes, np.uint64), np.empty(n_lanes, np.int64)
+    for entry in range(caches.units.shape[0]):
+        if ranks.before[entry] >= 0:
+            for lane in range(n_lanes):
+                there[lane] = whole if caches.resident[entry, first + lane] else np.uint64(0)
+            cache = entry // of_cache
+            _put(words, groups, ranks.words[cache], ranks.groups[cache], ranks.before[entry], there)
+    for batch in range(batches.layer.shape[0]):
+        start, stop = batches.begins[batch], batches.begins[batch + 1]
+        layer, cache = batches.layer[batch], batches.cache[batch]
+        first_word, first_group = ranks.words[cache], ranks.groups[cache]
+        missed[:] = stop - start
+        for use in range(start, stop):
+            place = ranks.old[use]
+            if place >= 0:
+                word, bit = place >> 6, np.uint64(place & 63)
+                for lane in range(n_lanes):
+                    here = words[word, lane]
+                    missed[lane] -= np.int64((here >> bit) & np.uint64(1))
+                    words[word, lane] = here & ~(np.uint64(1) << bit)
+        if caches.bypass:
             for use in range(start, stop):
-                place = ranks.old[use]
-                if place >= 0 and _take(words, groups, first_word, first_group, place):
-                    n_missed -= 1
-            counts[HITS, lane] += stop - start - n_missed
-            counts[READ_BYTES, lane] += n_missed * caches.entry_bytes[layer]
-            if caches.off[lane]:
+                _put(words, groups, first_word, first_group, ranks.new[use], on)
+        counts = caches.counts[batches.phase[batch]]
+        units, entry_bytes = caches.units[layer * n_expert], caches.entry_bytes[layer]
+        for lane in range(n_lanes):
+            counts[HITS, first + lane] += stop - start - missed[lane]
+            counts[READ_BYTES, first + lane] += missed[lane] * entry_bytes
+            if not on[lane]:
                 continue
-            if caches.bypass:
-                for use in range(start, stop):
-                    _put(words, groups, first_word, first_group, ranks.new[use])
-            used = np.int64(caches.used[cache, lane]) + n_missed * caches.units[layer * n_expert]
-            group = first_group
-            while used > caches.budget[cache, lane]:
-                while group < ranks.groups[cache + 1] and not groups[group]:
-                    group += 1
-                if group == ranks.groups[cache + 1]:
-                    break
-                word = first_word + ((group - first_group) << 6) + np.int64(lowest(groups[group]))
-                place = (word << 6) + np.int64(lowest(words[word]))
-                _take(words, groups, first_word, first_group, place)
-                used -= ranks.units[place]
-                counts[EVICTIONS, lane] += 1
-            caches.used[cache, lane] = used
-            if not caches.bypass:
-                for use in range(start, stop):
-                    _put(words, groups, first_word, first_group, ranks.new[use])
-        for entry in range(n_entries):
-            place = ranks.after[entry]
-            there = place >= 0 and (words[place >> 6] >> np.uint64(place & 63)) & np.uint64(1)
-            caches.resident[entry, lane] = bool(there)
+            used = np.int64(caches.used[cache, first + lane]) + missed[lane] * units
+            over = used - caches.budget[cache, first + lane]
+            if over > 0:
+                left, gone = _leave(
+                    words, groups, first_word, first_group, ranks.groups[cache + 1], ranks.units, over, lane
+                )
+                counts[EVICTIONS, first + lane] += gone
+                used += left - over
+            caches.used[cache, first + lane] = used
+        if not caches.bypass:
+            for use in range(start, stop):
+                _put(words, groups, first_word, first_group, ranks.new[use], on)
+    for entry in range(caches.units.shape[0]):
+        place = ranks.after[entry]
+        for lane in range(n_lanes):
+            is_there = place >= 0 and (words[place >> 6, lane] >> np.uint64(place & 63)) & np.uint64(1)
+            caches.resident[entry, first + lane] = bool(is_there)
 
 
 @loop
-def _put(words: Any, groups: Any, first_word: Any, first_group: Any, place: Any) -> None:
-    """An entry comes in."""
+def _put(words: Any, groups: Any, first_word: Any, first_group: Any, place: Any, lanes: Any) -> None:
+    """An entry comes in, in the lanes that have all bits set."""
     word = place >> 6
-    words[word] |= np.uint64(1) << np.uint64(place & 63)
-    of_cache = word - first_word
-    groups[first_group + (of_cache >> 6)] |= np.uint64(1) << np.uint64(of_cache & 63)
+    bit = np.uint64(1) << np.uint64(place & 63)
+    group = first_group + ((word - first_word) >> 6)
+    bit_of_word = np.uint64(1) << np.uint64((word - first_word) & 63)
+    for lane in range(lanes.shape[0]):
+        words[word, lane] |= lanes[lane] & bit
+        groups[group, lane] |= lanes[lane] & bit_of_word
 
 
 @loop
-def _take(words: Any, groups: Any, first_word: Any, first_group: Any, place: Any) -> bool:
-    """An entry is taken out; whether it was there."""
-    word, bit = place >> 6, np.uint64(1) << np.uint64(place & 63)
-    if not words[word] & bit:
-        return False
-    words[word] ^= bit
-    if not words[word]:
-        of_cache = word - first_word
-        groups[first_group + (of_cache >> 6)] ^= np.uint64(1) << np.uint64(of_cache & 63)
-    return True
+def _leave(
+    words: Any,
+    groups: Any,
+    first_word: Any,
+    first_group: Any,
+    last_group: Any,
+    units: Any,
+    over: Any,
+    lane: int,
+) -> Any:
+    """A lane's lowest bits of a cache are cleared until nothing is over; what still is, and how many they were."""
+    gone, group = 0, first_group
+    while over > 0 and group < last_group:
+        if not groups[group, lane]:
+            group += 1
+            continue
+        word = first_word + ((group - first_group) << 6) + np.int64(lowest(groups[group, lane]))
+        here = words[word, lane]
+        while here and over > 0:
+            over -= units[(word << 6) + np.int64(lowest(here))]
+            here &= here - np.uint64(1)
+            gone += 1
+        words[word, lane] = here
+        if not here:
+            groups[group, lane] &= groups[group, lane] - np.uint64(1)
+    return over, gone
 
 
 # -- by keys -------------------------------------------------------------------------------------------------
@@ -254,26 +293,6 @@ class _Batch(NamedTuple):
     """Of the smallest."""
 
 
-def pack(resident: NDArray[np.bool_], n_caches: int) -> Held:
-    """What is in RAM, of `Caches.resident`."""
-    n_lanes = resident.shape[1]
-    of_cache = resident.reshape(n_caches, -1, n_lanes)
-    missing = -of_cache.shape[1] % 64
-    bits = np.packbits(np.pad(of_cache, ((0, 0), (0, missing), (0, 0))), axis=1, bitorder="little")
-    return Held(
-        words=np.ascontiguousarray(bits.transpose(2, 0, 1)).view("<u8").astype(np.uint64),
-        n=of_cache.sum(axis=1).T.copy(),
-        level=np.zeros((n_lanes, n_caches), np.int64),
-        ends=np.zeros((n_caches, _LEVELS), np.uint64),
-    )
-
-
-def unpack(held: Held, n: int) -> NDArray[np.bool_]:
-    """`Caches.resident`, of caches of `n` entries."""
-    bits = np.unpackbits(held.words.astype("<u8").view(np.uint8), axis=2, bitorder="little", count=n)
-    return bits.transpose(1, 2, 0).reshape(-1, len(bits)).astype(bool)
-
-
 @loop
 def at_batches(batches: Batches, first: int, entry: Any, now: Any, value: Any, found: Any) -> None:
     """What stands for each entry of a batch's cache at its end, for the batches from `first` on.
@@ -296,7 +315,7 @@ def walk_keyed(batches: Batches, keys: Keys, caches: Caches, held: Held) -> None
     """Walk all lanes through the batches that have keys, batch by batch."""
     n = keys.key.shape[1]
     n_expert = caches.units.shape[0] // caches.entry_bytes.shape[0]
-    levels = np.empty((_LEVELS, held.words.shape[2]), np.uint64)
+    levels = np.empty((LEVELS, held.words.shape[2]), np.uint64)
     levels[0] = ~np.uint64(0)
     # Words and bits of what a batch uses.
     word, bit = np.empty(n, np.uint64), np.empty(n, np.uint64)
@@ -367,7 +386,7 @@ def _evict(batch: _Batch, held: Held, lane: int, cache: Any, over: Any, levels: 
             break
         # All that has a key of this level will not do.
         level -= 1
-    held.level[lane, cache] = min(level + (n_seen >= _PLENTY * most), _LEVELS - 1)
+    held.level[lane, cache] = min(level + (n_seen >= _PLENTY * most), LEVELS - 1)
     gone = 0
     while over > 0 and gone < n:
         at = entry[gone]
