@@ -1,4 +1,4 @@
-"""The order of eviction of keys that move, against a sort of each batch by itself."""
+"""The order of eviction of keys that move, against a sort of each batch by itself, and the loop against a slow walk."""
 
 from __future__ import annotations
 
@@ -14,8 +14,21 @@ from synthetic import generate, make_header
 from simlab.cells import build_cells
 from simlab.policy import eviction
 from simlab.replay import keyed, keyed_walk
-from simlab.replay.keyed_order import LAST_USE, blocks, in_order, packed_keys
+from simlab.replay.keyed_order import blocks, in_order, packed_keys, whole_keys
+from simlab.replay.keyed_walk import pack, unpack
 from simlab.replay.run import Replayer
+from simlab.replay.shared_loop import (
+    EVICTIONS,
+    HITS,
+    N_COUNTS,
+    PHASES,
+    READ_BYTES,
+    Batches,
+    Caches,
+    Keys,
+    walk_keyed,
+)
+from simlab.replay.shared_order import LAST_USE
 
 N = 7
 """Entries."""
@@ -94,10 +107,111 @@ def test_an_order_that_is_too_short_is_found_again_longer(tmp_path, monkeypatch,
     header = make_header(n_layer=3, n_expert=60, k=4, sizes=(700, 900))
     trace = generate(header, seed=8, n_prefill=3, n_decode=25, grain=0.3).write(tmp_path / "t")
     cells = build_cells(budgets=["4%", "50%"], evicts=[evict])
-    fast, plain = Replayer(trace, cells), Replayer(trace, cells, plain=True)
+    fast, plain = Replayer(trace, cells, loops=False), Replayer(trace, cells, plain=True)
     for replayer in (fast, plain):
         while replayer.advance():
             pass
     assert fast.numbers() == plain.numbers()
     assert asked[0] == 1
     assert max(asked) > 1
+
+
+@pytest.mark.parametrize("dtype", sorted(EXTREMES))
+def test_whole_keys_are_in_the_order_of_keys(dtype):
+    """Equal where these are, both zeros among them; NaN as the lowest of all."""
+    values = [*EXTREMES[dtype], *([float("nan")] if dtype.startswith("float") else [])]
+    key = np.array(values, dtype)
+    one = np.zeros(1, np.int64)
+    n = len(key)
+    by_jax = jax.jit(lambda known: whole_keys(worth, known, one.astype(np.int32), one, {}, n=n, n_expert=n))
+    whole = np.asarray(by_jax({"worth": key[None]}))[0].tolist()
+    ranked = [float("-inf") if value != value else value for value in key.tolist()]
+    for a, wa in zip(ranked, whole, strict=True):
+        for b, wb in zip(ranked, whole, strict=True):
+            assert ((a < b), (a == b)) == ((wa < wb), (wa == wb)), (a, b)
+
+
+def walk_slowly(
+    used: list[list[int]], of_cache: list[int], keys: np.ndarray, units: np.ndarray, budget: int, bypass: bool
+) -> tuple[list[set[int]], int, int, int]:
+    """One lane by sets and sorts: what is in RAM in each cache, hits, evictions and units read."""
+    resident: dict[int, set[int]] = {}
+    last: dict[tuple[int, int], int] = {}
+    hits = evictions = read = position = 0
+    for number, (entries, cache) in enumerate(zip(used, of_cache, strict=True)):
+        mine = resident.setdefault(cache, set())
+        hits += len(mine & set(entries))
+        read += sum(units[cache, e] for e in set(entries) - mine)
+        for entry in entries:
+            last[cache, entry] = position
+            position += 1
+        mine |= set(entries)
+        go = sorted(
+            (e for e in mine if bypass or e not in entries),
+            key=lambda e: (keys[number][e], last[cache, e]),
+        )
+        for entry in go:
+            if sum(units[cache, e] for e in mine) <= budget:
+                break
+            mine.discard(entry)
+            evictions += 1
+    return [resident.get(cache, set()) for cache in range(units.shape[0])], hits, evictions, read
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    n=st.sampled_from([5, 64, 150]),
+    n_caches=st.integers(1, 2),
+    n_keys=st.sampled_from([2, 40, 2**64]),
+    most=st.integers(0, 9),
+    bypass=st.booleans(),
+)
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_the_loop_against_a_slow_walk(seed, n, n_caches, n_keys, most, bypass):
+    """Few and many equal keys, entries of two sizes, caches of one word and of several, budgets of nothing to all."""
+    rng = np.random.default_rng(seed)
+    # Each layer is of one size, and a cache of two layers.
+    n_expert = -(-n // 2)
+    n = 2 * n_expert
+    units = np.repeat(rng.integers(1, 4, 2 * n_caches), n_expert).reshape(n_caches, n).astype(np.int32)
+    n_batches = 30
+    of_cache = rng.integers(0, n_caches, n_batches)
+    layer = 2 * of_cache + rng.integers(0, 2, n_batches)
+    used = [
+        (rng.choice(n_expert, min(rng.integers(0, most + 1), n_expert), replace=False) + n_expert * (b % 2))
+        for b in layer
+    ]
+    budgets = [0, 3, int(units[0].sum() // 4), int(units[0].sum() // 2), int(units[0].sum())]
+    keys = rng.integers(0, n_keys, (n_batches, n), np.uint64, endpoint=False)
+    # As JAX gives them, so that numba need not compile the loop for others.
+    keys.flags.writeable = False
+    begins = np.append(0, np.cumsum([len(u) for u in used]))
+    entry = np.concatenate([u + n * c for u, c in zip(used, of_cache, strict=True)]).astype(np.int64)
+    caches = Caches(
+        units=units.ravel(),
+        least_units=units.min(axis=1),
+        entry_bytes=units.reshape(-1, n_expert)[:, 0].astype(np.int64),
+        budget=np.tile(np.array(budgets, np.int32), (n_caches, 1)),
+        off=np.zeros(len(budgets), bool),
+        bypass=bypass,
+        resident=np.zeros((n_caches * n, len(budgets)), bool),
+        used=np.zeros((n_caches, len(budgets)), np.int32),
+        counts=np.zeros((PHASES, N_COUNTS, len(budgets)), np.int64),
+    )
+    batches = Batches(begins, np.arange(n_batches), layer, of_cache, np.zeros(n_batches, np.int64))
+    last, position = np.full(n_caches * n, -1), np.arange(len(entry))
+    for start, stop in ((0, 11), (11, n_batches)):
+        held = pack(caches.resident, n_caches)
+        walk_keyed(batches, Keys(start, stop - start, keys[start:stop], entry, position, last), caches, held)
+        caches.resident[:] = unpack(held, n)
+    for lane, budget in enumerate(budgets):
+        want, hits, evictions, read = walk_slowly(
+            [u.tolist() for u in used], of_cache.tolist(), keys, units, budget, bypass
+        )
+        there = caches.resident[:, lane].reshape(n_caches, n)
+        assert [set(np.flatnonzero(x).tolist()) for x in there] == want
+        assert caches.used[:, lane].tolist() == [
+            sum(units[c, e] for e in mine) for c, mine in enumerate(want)
+        ]
+        told = caches.counts[0, :, lane]
+        assert (told[HITS], told[EVICTIONS], told[READ_BYTES]) == (hits, evictions, read)

@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 
 from simlab.replay.programs import kept
 from simlab.replay.shape import Tree
-from simlab.routing import eviction_key
+from simlab.replay.shared_order import LAST_USE
+from simlab.routing import entry_facts, eviction_key, first_state
 from simlab.types import Array, EvictionPolicy
 
-LAST_USE, PLACE = "last use", "place in order"
-"""What is known beside the policy's state, by names that no state of a policy has."""
+PLACE = "place in order"
+"""As `LAST_USE` is, a name that no state of a policy has."""
 _SIGN = 1 << 63
 
 
@@ -100,11 +101,10 @@ def packed_keys(
     """
     stamp, place = known[LAST_USE], known[PLACE]
 
-    def one(state: Tree, stamp: Array, batch: Array) -> Array:
-        return eviction_key(jnp, policy, state | facts, stamp, batch, SimpleNamespace(**knobs))
+    def one(known: Tree, batch: Array) -> Array:
+        return _key(policy, known, facts, batch, knobs)
 
-    state = {name: v for name, v in known.items() if name not in (LAST_USE, PLACE)}
-    key = kept(jax.vmap(one))(state, stamp, batch)
+    key = kept(jax.vmap(one))({name: v for name, v in known.items() if name != PLACE}, batch)
     above = kept(_whole)(key)
     above = above - above.min()
     room, bits = 62 - bits, bits.astype(jnp.uint64)
@@ -112,6 +112,32 @@ def packed_keys(
     most = (jnp.uint64(1) << room.astype(jnp.uint64)) - jnp.uint64(1)
     above = jnp.where(stamp < 0, most + jnp.uint64(1), above >> cut.astype(jnp.uint64))
     return (above << bits | place.astype(jnp.uint64)).astype(jnp.int64), cut == 0, key
+
+
+def whole_keys(
+    policy: EvictionPolicy, known: Tree, first: Array, batch: Array, knobs: Tree, *, n: int, n_expert: int
+) -> Array:
+    """uint64 `[P, N]` in the order of keys, equal where these are.
+
+    Args:
+        known: by name `[P, N]`, `LAST_USE` among them; what the key makes nothing of may be missing. first: int32
+            `[P]`, the first layer of each batch's cache. batch: int64 `[P]`.
+    """
+    at = np.arange(n, dtype=np.int32)
+    rest = first_state(policy.state, (n,)) | {LAST_USE: np.zeros(n, np.int64)}
+    nothing = np.zeros(n, bool)
+
+    def one(known: Tree, first: Array, batch: Array) -> Array:
+        facts = entry_facts(policy, first + at // n_expert, jnp.asarray(at % n_expert), nothing, nothing)
+        return _key(policy, rest | known, facts, batch, knobs)
+
+    return _whole(jax.vmap(one)(known, first, batch))
+
+
+def _key(policy: EvictionPolicy, known: Tree, facts: Tree, batch: Array, knobs: Tree) -> Array:
+    """The keys of one batch, `[N]`."""
+    state = {name: v for name, v in known.items() if name != LAST_USE} | facts
+    return eviction_key(jnp, policy, state, known[LAST_USE], batch, SimpleNamespace(**knobs))
 
 
 def _whole(key: Array) -> Array:

@@ -1,17 +1,22 @@
-"""A group of cells that route alike and whose keys move by themselves: finds the orders of eviction, for `keyed.py`."""
+"""A group of cells that route alike and whose keys move by themselves: finds keys, for `shared_loop.py`, or orders, for
+`keyed.py`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
 from simlab.replay.batches import padded
 from simlab.replay.keyed import KeyedShape, run
-from simlab.replay.keyed_order import LAST_USE, Block, blocks, in_order, packed_keys
+from simlab.replay.keyed_order import Block, blocks, in_order, packed_keys, whole_keys
 from simlab.replay.programs import compiled
 from simlab.replay.shape import Tree, code_key
+from simlab.replay.shared_loop import LEVELS, Batches, Caches, Held, Keys, at_batches, walk_keyed
+from simlab.replay.shared_order import LAST_USE
 from simlab.replay.shared_walk import STEPS, SharedWalk, Uses, of_uses
 from simlab.routing import entry_facts
 
@@ -23,6 +28,9 @@ _AT_ONCE = 1 << 18
 
 class KeyedWalk(SharedWalk):
     """Takes what `SharedWalk` does."""
+
+    _rooms: list[Any] | None = None
+    """Two arrays for keys, of which one is filled while the other is walked by."""
 
     def _lay_out(self) -> None:
         program = self._program
@@ -97,7 +105,7 @@ class KeyedWalk(SharedWalk):
         n = self._shape.of_cache
         first = cache * n
         here = (uses.entry >= first) & (uses.entry < first + n)
-        at = np.flatnonzero(here)[np.argsort(uses.position[here])]
+        at = np.flatnonzero(here)
         entry, of_batch = uses.entry[at] - first, np.searchsorted(numbers, uses.batch[at])
         mine = slice(first, first + n)
         known = {LAST_USE: np.asarray(carry["stamp"]).reshape(-1)[mine]}
@@ -139,3 +147,80 @@ class KeyedWalk(SharedWalk):
 
         call = compiled(("keys", code_key((), policy), block.known[LAST_USE].shape), function)
         return call(block.known, facts, batch, np.int32(block.bits), knobs)
+
+    # -- by the loop -------------------------------------------------------------------------------------------
+
+    def _loop(self, carry: Tree, uses: Uses, batches: Batches, caches: Caches) -> None:
+        held = pack(caches.resident, self._n_caches)
+        last = np.array(carry["stamp"]).reshape(-1)
+        n = len(last) // self._n_caches
+        size = max(_AT_ONCE // n, 1)
+        starts = range(0, len(batches.layer), size)
+        keys_from = self._whole_keys(carry, uses, batches, n, size)
+        if self._rooms is None:
+            self._rooms = [jnp.zeros((size, n), jnp.uint64) for _ in range(2)]
+        rooms = self._rooms
+
+        def walk(number: int) -> None:
+            first = starts[number]
+            here = min(size, len(batches.layer) - first)
+            keys = Keys(first, here, np.asarray(rooms[number % 2]), uses.entry, uses.position, last)
+            walk_keyed(batches, keys, caches, held)
+
+        for number, first in enumerate(starts):
+            rooms[number % 2] = keys_from(first, rooms[number % 2])
+            # JAX works these keys out while the loop goes by those before.
+            if number:
+                walk(number - 1)
+        walk(len(starts) - 1)
+        caches.resident[:] = unpack(held, n)
+
+    def _whole_keys(
+        self, carry: Tree, uses: Uses, batches: Batches, n: int, size: int
+    ) -> Callable[[int, Any], Any]:
+        """A function of batches, to be asked for `size` at a time in their order: what `whole_keys` has for those from
+        one on; written over a second argument, keys of an earlier time. Before it is asked for a third time, the first
+        keys must have been read.
+        """
+        policy, n_expert = self._program.eviction, self._program.n_expert
+        now = {LAST_USE: carry["stamp"], **carry["eviction_state"]}
+        now = {name: np.array(v).reshape(-1) for name, v in now.items() if name in self._reads.by_key}
+        new = {name: uses.position if name == LAST_USE else uses.state[name] for name in now}
+        found = [{name: np.empty((size, n), v.dtype) for name, v in now.items()} for _ in range(2)]
+        first_layer = (batches.cache * (self._program.n_layers // self._n_caches)).astype(np.int32)
+
+        def function(_room: Any, known: Tree, first: Any, batch: Any, knobs: Tree) -> Any:
+            return whole_keys(policy, known, first, batch, knobs, n=n, n_expert=n_expert)
+
+        call = compiled(("whole keys", code_key((), policy), n, size, n_expert), function, room=(0,))
+
+        def keys_from(start: int, room: Any) -> Any:
+            known = found[start // size % 2]
+            for name, standing in known.items():
+                # Copies, whatever their bits say.
+                values = (x.view(np.int64) for x in (now[name], new[name], standing))
+                at_batches(batches, start, uses.entry, *values)
+            here = np.minimum(np.arange(start, start + size), len(batches.layer) - 1)
+            return call(room, known, first_layer[here], batches.number[here], vars(self._knobs))
+
+        return keys_from
+
+
+def pack(resident: NDArray[np.bool_], n_caches: int) -> Held:
+    """What is in RAM, of `Caches.resident`."""
+    n_lanes = resident.shape[1]
+    of_cache = resident.reshape(n_caches, -1, n_lanes)
+    missing = -of_cache.shape[1] % 64
+    bits = np.packbits(np.pad(of_cache, ((0, 0), (0, missing), (0, 0))), axis=1, bitorder="little")
+    return Held(
+        words=np.ascontiguousarray(bits.transpose(2, 0, 1)).view("<u8").astype(np.uint64),
+        n=of_cache.sum(axis=1).T.copy(),
+        level=np.zeros((n_lanes, n_caches), np.int64),
+        ends=np.zeros((n_caches, LEVELS), np.uint64),
+    )
+
+
+def unpack(held: Held, n: int) -> NDArray[np.bool_]:
+    """`Caches.resident`, of caches of `n` entries."""
+    bits = np.unpackbits(held.words.astype("<u8").view(np.uint8), axis=2, bitorder="little", count=n)
+    return bits.transpose(1, 2, 0).reshape(-1, len(bits)).astype(bool)

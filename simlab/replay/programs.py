@@ -18,11 +18,16 @@ _LOCK = Lock()
 """Groups of cells run side by side."""
 
 
-def compiled(key: Hashable, function: Callable[..., Any]) -> Any:
-    """The jitted `function`, or the one kept under the same key, for arguments of one shape."""
+def compiled(key: Hashable, function: Callable[..., Any], room: tuple[int, ...] = ()) -> Any:
+    """The jitted `function`, or the one kept under the same key, for arguments of one shape.
+
+    Args:
+        room: places of arguments that the function makes nothing of: arrays of its results' shapes, which are written
+            over, where else memory would be asked of the system for every call.
+    """
     with _LOCK:
         if key not in _PROGRAMS:
-            _PROGRAMS[key] = jax.jit(function)
+            _PROGRAMS[key] = jax.jit(function, donate_argnums=room, keep_unused=bool(room))
             while len(_PROGRAMS) > MOST_PROGRAMS:
                 _, oldest = _PROGRAMS.popitem(last=False)
                 oldest.clear_cache()

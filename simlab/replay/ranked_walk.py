@@ -1,8 +1,8 @@
-"""A group of cells whose order of eviction is fixed: finds the order in NumPy, for the scan of `ranked.py`."""
+"""A group of cells whose order of eviction is fixed: finds the order, for `ranked.py` or `shared_loop.py`."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,8 +11,26 @@ from simlab.replay.batches import WORD, padded
 from simlab.replay.programs import compiled
 from simlab.replay.ranked import RankedShape, run
 from simlab.replay.shape import Tree
-from simlab.replay.shared_walk import STEPS, SharedWalk, Uses, first_of, of_uses
+from simlab.replay.shared_loop import WORD_64, Batches, Caches, Ranks, walk_ranked
+from simlab.replay.shared_walk import STEPS, SharedWalk, Uses, of_uses
 from simlab.routing import entry_facts, eviction_key
+
+
+class _Order(NamedTuple):
+    """The order in which entries would leave: first those used before a stretch, `S` of them, then all uses, `U`."""
+
+    seen: NDArray[np.int64]
+    """`[S]`: entries in the order of their last use."""
+    cache: NDArray[np.int64]
+    """`[S + U]`."""
+    rank: NDArray[np.int64]
+    """`[S + U]`: within the cache, the first to leave first."""
+    counts: NDArray[np.int64]
+    """`[caches]`: ranks of each."""
+    before: NDArray[np.int64]
+    """`[U]`: where among the `S + U` the entry stands that is used, -1 where it was never used."""
+    latest: NDArray[np.int64]
+    """`[B * E]`: where among the `S + U` each entry stands after all uses, -1 for nowhere."""
 
 
 class RankedWalk(SharedWalk):
@@ -46,8 +64,14 @@ class RankedWalk(SharedWalk):
         shared: NDArray[np.int64],
         lanes: Tree,
     ) -> Tree:
-        order, new, old = self._ranks(carry, uses)
         shape, n_lanes = self._shape, carry["used"].shape[1]
+        order = self._order(carry, uses)
+        n_seen = len(order.seen)
+        lying = np.full((self._n_caches, shape.n_words * WORD), -1, np.int32)
+        lying[order.cache[:n_seen], order.rank[:n_seen]] = order.seen
+        by_place = np.append(order.rank, -1).astype(np.int32)
+        old, new = by_place[order.before], by_place[n_seen:-1]
+        given = {"entry": lying, "rank": by_place[order.latest].reshape(carry["stamp"].shape)}
         layer_of_use = of_uses(uses.entry // shape.n_expert, steps["put"].max(axis=1), 0)
         rows = {name: x for name, x in steps.items() if name != "batch"} | {
             "look_up": of_uses(old, steps["look_up"], -1),
@@ -60,35 +84,55 @@ class RankedWalk(SharedWalk):
             return run(shape, carry, order, rows, n, shared, lanes)
 
         call = compiled((shape.key, n_lanes), function)
-        return call(moving, order, padded(rows, STEPS + 1), np.int32(len(rows["n"])), shared, lanes)
+        return call(moving, given, padded(rows, STEPS + 1), np.int32(len(rows["n"])), shared, lanes)
 
-    def _ranks(self, carry: Tree, uses: Uses) -> tuple[Tree, NDArray[np.int32], NDArray[np.int32]]:
-        """The order as `ranked.run` takes it, and of each use its rank and that of the one before, -1 for none."""
-        shape = self._shape
+    def _loop(self, carry: Tree, uses: Uses, batches: Batches, caches: Caches) -> None:
+        order = self._order(carry, uses)
+        n_seen = len(order.seen)
+        n_words = -(-order.counts // WORD_64)
+        words = np.append(0, np.cumsum(n_words))
+        place = words[order.cache] * WORD_64 + order.rank
+        units = np.zeros(words[-1] * WORD_64, np.int32)
+        units[place] = caches.units[np.concatenate([order.seen, uses.entry])]
+        first = np.full(len(order.latest), -1, np.int64)
+        first[order.seen] = place[:n_seen]
+        place = np.append(place, -1)
+        ranks = Ranks(
+            words=words,
+            groups=np.append(0, np.cumsum(-(-n_words // WORD_64))),
+            old=place[order.before],
+            new=place[n_seen:-1],
+            units=units,
+            before=first,
+            after=place[order.latest],
+        )
+        walk_ranked(batches, ranks, caches)
+
+    def _order(self, carry: Tree, uses: Uses) -> _Order:
+        """The order in which entries would leave."""
         stamp = np.asarray(carry["stamp"]).reshape(-1)
         seen = np.flatnonzero(stamp >= 0)
-        state = {name: np.asarray(v).reshape(-1)[seen] for name, v in carry["eviction_state"].items()}
+        seen = seen[np.argsort(stamp[seen])]
+        state = {
+            name: np.concatenate([np.asarray(v).reshape(-1)[seen], uses.state[name]])
+            for name, v in carry["eviction_state"].items()
+        }
         entry = np.concatenate([seen, uses.entry])
-        position = np.concatenate([stamp[seen], uses.position])
-        key = np.concatenate(
-            [self._key(state, seen, stamp[seen]), self._key(uses.state, uses.entry, uses.position)]
-        )
-        cache = self._cache[entry // shape.n_expert]
-        at = np.lexsort((position, key, cache))
-        n_caches = self._n_caches
-        counts = np.bincount(cache, minlength=n_caches)
-        rank = np.empty(len(at), np.int32)
+        cache = self._cache[entry // self._program.n_expert]
+        key = self._key(state, entry, np.concatenate([stamp[seen], uses.position]))
+        # Of equal keys the entry used longest ago leaves first, which is how they stand.
+        at = np.argsort(key, kind="stable")
+        if self._n_caches > 1:
+            at = at[np.argsort(cache[at].astype(np.uint16), kind="stable")]
+        counts = np.bincount(cache, minlength=self._n_caches)
+        rank = np.empty(len(at), np.int64)
         rank[at] = np.arange(len(at)) - np.repeat(np.cumsum(counts) - counts, counts)
-        lying = np.full((n_caches, shape.n_words * WORD), -1, np.int32)
-        lying[cache[: len(seen)], rank[: len(seen)]] = seen
-        latest = np.full(len(stamp), -1, np.int32)
-        latest[seen] = rank[: len(seen)]
-        new = rank[len(seen) :]
-        old = np.where(
-            first_of(uses.entry), latest[uses.entry], np.append(np.int32(-1), new[:-1])[: len(new)]
-        )
-        latest[uses.entry] = new
-        return {"entry": lying, "rank": latest.reshape(carry["stamp"].shape)}, new, old
+        latest = np.full(len(stamp), -1, np.int64)
+        latest[seen] = np.arange(len(seen))
+        before = np.where(uses.before < 0, latest[uses.entry], len(seen) + uses.before)
+        # Of several uses of an entry the last stands.
+        latest[uses.entry] = len(seen) + np.arange(len(uses.entry))
+        return _Order(seen, cache, rank, counts, before, latest)
 
     def _key(
         self, state: dict[str, NDArray[Any]], entry: NDArray[np.int64], position: NDArray[np.int64]

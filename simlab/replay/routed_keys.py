@@ -21,7 +21,7 @@ from simlab.replay.batches import padded
 from simlab.replay.programs import compiled
 from simlab.replay.routes import declared
 from simlab.replay.shape import Tree
-from simlab.replay.shared_order import uses_last
+from simlab.replay.shared_order import used
 from simlab.routing import decide, knob_values
 from simlab.types import Array, Candidates, Choice, RoutingPolicy, Row, Step
 
@@ -47,16 +47,24 @@ def _code(policy: RoutingPolicy) -> Hashable:
 def _depends_on_row_alone(step: Step) -> bool:
     flat = False
 
-    def chosen(experts: Tree, facts: Tree, knobs: Tree, n_resident: Array) -> tuple[Array, Array]:
+    def chosen(given: Tree) -> tuple[Array, Array]:
         nonlocal flat
-        choice = _choice(step, experts, facts | {"n_resident": n_resident}, knobs)
+        facts = given["facts"] | {"n_resident": given["n_resident"]}
+        choice = _choice(step, given["experts"], facts, given["knobs"])
         flat = isinstance(choice.tier, int)
         return choice.value, jnp.asarray(choice.active)
 
     one, ids = np.int32(1), np.arange(3, dtype=np.int32)
-    experts = {"value": np.zeros(3, np.float32), "expert": ids, "resident": ids > 0}
-    facts = {"k": one, "layer": one, "top": np.float32(1), "range": np.float32(1)}
-    return uses_last(chosen, experts, facts, vars(knob_values(step.policy.knobs, {})), one) is False and flat
+    made_of = used(
+        chosen,
+        {
+            "experts": {"value": np.zeros(3, np.float32), "expert": ids, "resident": ids > 0},
+            "facts": {"k": one, "layer": one, "top": np.float32(1), "range": np.float32(1)},
+            "knobs": vars(knob_values(step.policy.knobs, {})),
+            "n_resident": one,
+        },
+    )
+    return made_of is not None and not made_of["n_resident"] and flat
 
 
 def _choice(step: Step, experts: Tree, facts: Tree, knobs: Tree) -> Choice:

@@ -186,10 +186,8 @@ class Replayer:
         stop += int(np.argmax(columns.batch_end[stop - 1 :]))
         side_by_side(partial(self._walk, stop=stop), [g for g in self.groups if g.walk is not None])
         plain = [group for group in self.groups if group.walk is None]
-        for start in range(self.row, stop, CHUNK_ROWS):
+        for start in range(self.row, stop, CHUNK_ROWS) if plain else ():
             end = min(start + CHUNK_ROWS, stop)
-            if not plain:
-                break
             rows = self.columns.chunk(start, end, CHUNK_ROWS, self._needs)
             side_by_side(partial(self._scan, rows=rows, start=start, end=end), plain)
         self.row = stop

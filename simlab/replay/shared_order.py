@@ -7,9 +7,9 @@ order in which it evicts is fixed beforehand. That is read off the policy's func
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,24 @@ _BY_ENTRY = {
 
 
 Order = Literal["fixed", "moving"]
-_KNOWN: dict[Hashable, Order | None] = {}
+
+LAST_USE = "last use"
+"""The position of an entry's last use beside the policy's state, by a name that no state of a policy has."""
+
+
+class Reads(NamedTuple):
+    """What a policy's functions make something of, on a routing that no lane changes."""
+
+    order: Order
+    by_key: frozenset[str]
+    """Of the policy's state, and `LAST_USE`."""
+    by_touch: frozenset[str]
+    """Of the policy's state: where it is none, what an access leaves behind does not rest on those before."""
+    of_access: frozenset[str]
+    """Fields of `Access`, by `touch`."""
+
+
+_KNOWN: dict[Hashable, Reads | None] = {}
 
 
 def shared_order(policy: EvictionPolicy) -> Order | None:
@@ -39,14 +56,20 @@ def shared_order(policy: EvictionPolicy) -> Order | None:
 
     "fixed": a key moves only when its entry is used. "moving": it may move with every batch.
     """
+    found = reads(policy)
+    return None if found is None else found.order
+
+
+def reads(policy: EvictionPolicy) -> Reads | None:
+    """What a policy with a shared order rests on; None for one without."""
     code = code_key((), policy)
     if code not in _KNOWN:
         takes_part = policy.key is not None and policy.needs <= {"ids", "future"}
-        _KNOWN[code] = _shared_order(policy) if takes_part else None
+        _KNOWN[code] = _reads(policy) if takes_part else None
     return _KNOWN[code]
 
 
-def _shared_order(policy: EvictionPolicy) -> Order | None:
+def _reads(policy: EvictionPolicy) -> Reads | None:
     state = first_state(policy.state, (_N,))
     ids = {"layer": np.zeros(_N, np.int32), "expert": np.zeros(_N, np.int32)} if "ids" in policy.needs else {}
     knobs = {
@@ -56,32 +79,47 @@ def _shared_order(policy: EvictionPolicy) -> Order | None:
     key, touch = policy.key, policy.touch
     assert key is not None
 
-    def key_of(state: Any, last: Any, knobs: Any, batch: Any) -> Any:
-        return key(jnp, state, last, batch, SimpleNamespace(**knobs))
+    def key_of(given: Any) -> Any:
+        known = given["state"] | given["ids"]
+        return key(jnp, known, given["last"], given["batch"], SimpleNamespace(**given["knobs"]))
 
-    def touched(state: Any, access: Any, knobs: Any, hit: Any) -> Any:
+    def touched(given: Any) -> Any:
         assert touch is not None
-        new = touch(jnp, dict(state), Access(hit=hit, **access), SimpleNamespace(**knobs))
+        access = Access(hit=given["hit"], **given["access"])
+        new = touch(jnp, dict(given["state"]), access, SimpleNamespace(**given["knobs"]))
         return {name: new[name] for name in state}
 
     access = {"position": whole, "first": no, "weight": np.zeros(_N, np.float32), "batch": whole}
     access |= {"layer": whole.astype(np.int32), "expert": whole.astype(np.int32)}
     access |= {"next_position": whole, "next_batch": whole}
-    of_key = uses_last(key_of, state | ids, whole, knobs, np.int64(0))
-    of_touch = False if touch is None else uses_last(touched, state, access, knobs, no)
-    if of_key is None or of_touch is not False:
+    common = {"state": state, "knobs": knobs}
+    of_key = used(key_of, common | {"ids": ids, "last": whole, "batch": np.int64(0)})
+    nothing = {"state": dict.fromkeys(state, False), "hit": False, "access": dict.fromkeys(access, False)}
+    of_touch = nothing if touch is None else used(touched, common | {"access": access, "hit": no})
+    if of_key is None or of_touch is None or of_touch["hit"]:
         return None
-    return "moving" if of_key else "fixed"
+    return Reads(
+        order="moving" if of_key["batch"] else "fixed",
+        by_key=_names(of_key["state"]) | ({LAST_USE} if of_key["last"] else frozenset()),
+        by_touch=_names(of_touch["state"]),
+        of_access=_names(of_touch["access"]),
+    )
 
 
-def uses_last(function: Callable[..., Any], *arguments: Any) -> bool | None:
-    """Whether a function makes anything of its last argument; None where it does not work entry by entry."""
+def _names(used: Mapping[str, bool]) -> frozenset[str]:
+    return frozenset([name for name, is_used in used.items() if is_used])
+
+
+def used(function: Callable[[Any], Any], given: Any) -> Any:
+    """Of each array of `given` whether a function makes anything of it; None where it does not work by entry."""
     try:
-        jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
+        jaxpr = jax.make_jaxpr(function)(given).jaxpr
     except Exception:
         # A policy that fails says so when it runs.
         return None
-    return _is_used(jaxpr, jaxpr.invars[-1]) if _by_entry(jaxpr) else None
+    if not _by_entry(jaxpr):
+        return None
+    return jax.tree.unflatten(jax.tree.structure(given), [_is_used(jaxpr, v) for v in jaxpr.invars])
 
 
 def _by_entry(jaxpr: Any) -> bool:

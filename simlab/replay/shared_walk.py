@@ -1,4 +1,6 @@
-"""A group of cells that route alike: finds in NumPy what the lanes share, and hands it to a scan of what they do not.
+"""A group of cells that route alike: finds once what the lanes share, and hands it to a walk of what they do not.
+
+The walk is a scan of XLA's (`ranked.py`, `keyed.py`), or on a CPU a compiled loop (`shared_loop.py`).
 
 The policy's own functions are run once for each use of an entry, whatever the number of cells: uses of different
 entries do not touch each other, so the n-th uses of all entries go through `touch` together.
@@ -16,8 +18,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from simlab.replay.accesses import Accesses, find_accesses
 from simlab.replay.columns import ColumnNeeds, TraceColumns, WeightSource
 from simlab.replay.shape import COUNTERS, ProgramShape, Tree, first_counts
+from simlab.replay.shared_loop import EVICTIONS, HITS, N_COUNTS, PHASES, READ_BYTES, Batches, Caches
+from simlab.replay.shared_order import reads
 from simlab.replay.tally import lane_independent
 from simlab.replay.units import budget_units, unit_of
 from simlab.routing import first_state, touch_state
@@ -25,16 +30,22 @@ from simlab.scores import applied_weights
 from simlab.types import Access, ResolvedBudget
 
 STEPS = 1024
-"""Steps of one call of a program."""
+"""Steps of one call of a scan's program."""
+LOOP_ROWS = 1 << 14
+"""Rows that a loop walks at once, and those of the batch they end in."""
 
 
 class Uses(NamedTuple):
-    """What batches use, by entry and then in time; int64 `[U]`."""
+    """What batches use, in the order of the walk; `[U]`."""
 
     entry: NDArray[np.int64]
     """Place in `[B, E]`."""
     batch: NDArray[np.int64]
     """From the stretch's first on."""
+    begins: NDArray[np.int64]
+    """Where each batch's uses begin, and where the last ones end."""
+    before: NDArray[np.int64]
+    """The use of the same entry before this one, -1 for none in the stretch."""
     position: NDArray[np.int64]
     """Of the last occurrence."""
     state: dict[str, NDArray[Any]]
@@ -49,6 +60,7 @@ class SharedWalk(ABC):
     Args:
         sizes: bytes of an entry of each MoE layer. knobs: the eviction policy's, the same in all lanes.
         foretold: next uses of every slot, arrays `[rows, K, 1]`, where the policy wants them.
+        loops: whether the compiled loop walks; else the scan.
     """
 
     def __init__(
@@ -59,8 +71,13 @@ class SharedWalk(ABC):
         sizes: NDArray[np.int64],
         knobs: SimpleNamespace,
         foretold: Mapping[str, NDArray[np.int64]],
+        loops: bool,
     ) -> None:
         self._columns, self._program, self._knobs, self._foretold = columns, program, knobs, foretold
+        self._loops, self._sizes = loops, sizes
+        known = reads(program.eviction)
+        assert known is not None
+        self._reads = known
         n_layers, n_expert = program.n_layers, program.n_expert
         self._per_layer = budgets[0].per_layer
         self._n_caches = n_layers if self._per_layer else 1
@@ -71,7 +88,8 @@ class SharedWalk(ABC):
         self._most_batches = STEPS
         units = (sizes // unit_of(sizes)).astype(np.int32)
         self.lanes: Tree = {"units": units, "budget": budget_units(budgets, sizes)}
-        self._lay_out()
+        if not loops:
+            self._lay_out()
 
     @abstractmethod
     def _lay_out(self) -> None:
@@ -105,6 +123,9 @@ class SharedWalk(ABC):
     def _piece(self, start: int, stop: int) -> int:
         """Where the rows of a call that begins at `start` end: as many batches as fit it."""
         columns, n_slots = self._columns, self._program.n_slots
+        if self._loops:
+            end = min(start + LOOP_ROWS, stop)
+            return end + int(np.argmax(columns.batch_end[end - 1 :]))
         starts = start + np.flatnonzero(columns.batch_start[start:stop])
         n_rows = np.diff(np.append(starts, stop))
         # No batch uses more entries than its rows have slots, or than a layer has experts.
@@ -123,15 +144,54 @@ class SharedWalk(ABC):
         return parts, 2 * parts - (0 if self._program.eviction.bypass else 1)
 
     def _walk(self, carry: Tree, lanes: Tree, start: int, stop: int) -> Tree:
-        """One call of a program."""
+        """The carry after rows that fit one call."""
         rows = self._columns.chunk(start, stop, stop - start, self._needs())
         uses, known = self._uses(carry, rows, start)
-        given, counters = self._steps(rows, uses)
-        shared = {"counters": counters[..., None], "sums": np.asarray(carry["sums"])}
+        shared = {"counters": self._shared_counts(rows, uses), "sums": np.asarray(carry["sums"])}
         shared = lane_independent(self._program, shared, rows)
-        moving = {name: carry[name] for name in ("resident", "used", "counters")}
-        after = self._call(carry, moving, uses, given, shared["counters"], lanes)
+        if self._loops:
+            after = self._looped(carry, rows, uses, shared["counters"], lanes)
+        else:
+            moving = {name: carry[name] for name in ("resident", "used", "counters")}
+            after = self._call(carry, moving, uses, self._steps(rows, uses), shared["counters"], lanes)
         return carry | known | after | {"sums": shared["sums"]}
+
+    def _looped(self, carry: Tree, rows: Tree, uses: Uses, shared: NDArray[np.int64], lanes: Tree) -> Tree:
+        """What differs by lane, after the loop."""
+        at = np.flatnonzero(rows["batch_start"])
+        layer, off = rows["layer"][at].astype(np.int64), np.array(lanes["off"])
+        phase = np.where(rows["counted"][at], rows["decode"][at], PHASES - 1)
+        batches = Batches(uses.begins, rows["batch"][at], layer, self._cache[layer], phase)
+        n_lanes, shape = len(off), carry["resident"].shape
+        caches = Caches(
+            units=np.repeat(self.lanes["units"], self._program.n_expert),
+            least_units=self.lanes["units"].reshape(self._n_caches, -1).min(axis=1),
+            entry_bytes=self._sizes,
+            budget=np.ascontiguousarray(self.lanes["budget"]),
+            off=off,
+            bypass=self._program.eviction.bypass,
+            resident=np.array(carry["resident"]).reshape(-1, n_lanes),
+            used=np.array(carry["used"]),
+            counts=np.zeros((PHASES, N_COUNTS, n_lanes), np.int64),
+        )
+        self._loop(carry, uses, batches, caches)
+        counted = caches.counts[: PHASES - 1]
+        misses = shared[:, COUNTERS.index("lookups")] - counted[:, HITS]
+        count = {
+            "hits": counted[:, HITS],
+            "misses": misses,
+            "read_bytes": counted[:, READ_BYTES],
+            "evictions": counted[:, EVICTIONS],
+            "rereads": np.where(off, 0, misses - shared[:, COUNTERS.index("cold_misses")]),
+        }
+        counters = np.asarray(carry["counters"]) + shared
+        for name, values in count.items():
+            counters[:, COUNTERS.index(name)] += values
+        return {"resident": caches.resident.reshape(shape), "used": caches.used, "counters": counters}
+
+    @abstractmethod
+    def _loop(self, carry: Tree, uses: Uses, batches: Batches, caches: Caches) -> None:
+        """Walk the lanes of `caches`, which are brought up to date, by the compiled loop."""
 
     @abstractmethod
     def _call(
@@ -147,7 +207,7 @@ class SharedWalk(ABC):
 
     def _needs(self) -> ColumnNeeds:
         program = self._program
-        wanted = program.weights if program.eviction.touch is not None else None
+        wanted = program.weights if "weight" in self._reads.of_access else None
         weights: frozenset[WeightSource] = frozenset([wanted] if wanted else [])
         other = program.n_slots != program.n_expert_used or program.n_slots > self._columns.trace.width
         n_slots = max(program.n_slots, program.n_expert_used)
@@ -158,64 +218,49 @@ class SharedWalk(ABC):
 
     def _uses(self, carry: Tree, rows: Tree, start: int) -> tuple[Uses, Tree]:
         """What the batches use, and the part of the carry that lanes share after them."""
-        program, n_expert = self._program, self._program.n_expert
+        program = self._program
         ids = rows["router"][:, : program.n_slots]
-        row, slot = np.nonzero(ids >= 0)
-        entry = rows["layer"][row].astype(np.int64) * n_expert + ids[row, slot]
-        at = np.argsort(entry, kind="stable")
-        entry, row = entry[at], row[at]
-        # An access is all of a row's slots that run the entry.
-        ends = np.ones(len(entry), bool)
-        ends[:-1] = (entry[1:] != entry[:-1]) | (row[1:] != row[:-1])
-        access = np.cumsum(ends) - ends
-        weight = np.zeros(int(ends.sum()), np.float32)
-        np.add.at(weight, access, self._weights(rows, ids)[np.nonzero(ids >= 0)][at])
-        entry, row, last = entry[ends], row[ends], at[ends]
-        batch = rows["batch"][row]
-        same = entry[1:] == entry[:-1]
-        first = np.ones(len(entry), bool)
-        first[1:] = ~same | (batch[1:] != batch[:-1])
-        closes = np.append(first[1:], True)[: len(entry)]
+        found = find_accesses(ids, rows["layer"], rows["batch_start"], program.n_layers, program.n_expert)
         # An array of JAX's would have NumPy's work done by programs of its own for every shape.
-        position = int(carry["position"]) + last
-        told = {name: column[start + row, slot[last], 0] for name, column in self._foretold.items()}
-        state = {name: np.array(v).reshape(-1) for name, v in carry["eviction_state"].items()}
-        after = self._touched(
-            state,
-            entry,
-            Access(
-                position=position,
-                first=first,
-                hit=np.zeros(len(entry), bool),
-                weight=weight,
-                batch=batch,
-                layer=rows["layer"][row],
-                expert=(entry % n_expert).astype(np.int32),
-                **told,
-            ),
-        )
+        position = int(carry["position"]) + found.place
         stamp = np.array(carry["stamp"]).reshape(-1)
+        state = {name: np.array(v).reshape(-1) for name, v in carry["eviction_state"].items()}
+        after = self._touched(state, found, position, rows, start)
+        entry = found.entry[found.closing]
         uses = Uses(
-            entry=entry[closes],
-            batch=batch[closes] - rows["batch"][0],
-            position=position[closes],
-            state={name: v[closes] for name, v in after.items()},
-            is_first=first_of(entry[closes]) & (stamp[entry[closes]] < 0),
+            entry=entry,
+            batch=np.repeat(np.arange(len(found.begins) - 1), np.diff(found.begins)),
+            begins=found.begins,
+            before=found.before,
+            position=position[found.closing],
+            state={name: v[found.closing] for name, v in after.items()},
+            is_first=(found.before < 0) & (stamp[entry] < 0),
         )
-        stamp[entry] = position
+        # Of several uses of an entry the last stands.
+        stamp[entry] = uses.position
         shape = carry["stamp"].shape
         known = {
             "stamp": stamp.reshape(shape),
             "eviction_state": {name: v.reshape(shape) for name, v in state.items()},
-            "position": np.asarray(int(carry["position"]) + len(at)),
+            "position": np.asarray(int(carry["position"]) + found.n_slots),
         }
         return uses, known
 
+    def _weight(self, rows: Tree, found: Accesses, expert: NDArray[np.int32]) -> NDArray[np.float32]:
+        """float32 `[A]`: the weights of an access's slots, added up; zeros where none is wanted."""
+        weight = np.zeros(len(expert), np.float32)
+        if "weight" not in self._reads.of_access:
+            return weight
+        ids = rows["router"][:, : self._program.n_slots]
+        weights = self._weights(rows, ids)
+        for slot in range(ids.shape[1]):
+            is_mine = ids[found.row, slot] == expert
+            weight += np.where(is_mine, weights[found.row, slot], np.float32(0))
+        return weight
+
     def _weights(self, rows: Tree, ids: NDArray[np.int32]) -> NDArray[np.float32]:
-        """float32 `[rows, K]`: the weights applied; NaN where the trace does not tell, zeros where none is wanted."""
+        """float32 `[rows, K]`: the weights applied; NaN where the trace does not tell."""
         program = self._program
-        if program.eviction.touch is None:
-            return np.zeros(ids.shape, np.float32)
         if program.weights == "recorded":
             return rows["weight"][:, : program.n_slots]
         if program.weights == "scores":
@@ -225,75 +270,88 @@ class SharedWalk(ABC):
         return np.full(ids.shape, np.nan, np.float32)
 
     def _touched(
-        self, state: dict[str, NDArray[Any]], entry: NDArray[np.int64], access: Access
+        self,
+        state: dict[str, NDArray[Any]],
+        found: Accesses,
+        position: NDArray[np.int64],
+        rows: Tree,
+        start: int,
     ) -> dict[str, NDArray[Any]]:
         """The state after each access, `[A]`; `state`, by entry, is brought up to date."""
-        policy = self._program.eviction
-        after = {name: np.empty(len(entry), v.dtype) for name, v in state.items()}
+        policy, entry = self._program.eviction, found.entry
         if policy.touch is None or not len(entry):
-            return {name: state[name][entry] for name in state}
-        starts = np.flatnonzero(first_of(entry))
-        turn = np.arange(len(entry)) - np.repeat(starts, np.diff(np.append(starts, len(entry))))
-        by_turn = np.argsort(turn, kind="stable")
-        entry = entry[by_turn]
-        in_turns = Access._make(np.asarray(x)[by_turn] if np.ndim(x) else x for x in access)
-        found = {name: np.empty_like(v) for name, v in after.items()}
-        ends = np.cumsum(np.bincount(turn)).tolist()
-        for at in map(slice, [0, *ends[:-1]], ends):
-            before = {name: v[entry[at]] for name, v in state.items()}
-            one = Access._make(x[at] if np.ndim(x) else x for x in in_turns)
-            with np.errstate(all="ignore"):
-                new = touch_state(np, policy, before, one, self._knobs)
-            for name, values in new.items():
-                found[name][at] = values
-                state[name][entry[at]] = found[name][at]
-        for name, values in found.items():
-            after[name][by_turn] = values
-        return after
+            return {name: v[entry] for name, v in state.items()}
+        expert = (entry % self._program.n_expert).astype(np.int32)
+        access = Access(
+            position=position,
+            first=found.first,
+            hit=np.zeros(len(entry), bool),
+            weight=self._weight(rows, found, expert),
+            batch=rows["batch"][found.row],
+            layer=rows["layer"][found.row],
+            expert=expert,
+            **{name: column[start + found.row, found.slot, 0] for name, column in self._foretold.items()},
+        )
+        # What rests on nothing that earlier accesses left behind is found for all at once.
+        turn = found.turn if self._reads.by_touch else np.zeros_like(found.turn)
+        in_turns, turns = np.argsort(turn, kind="stable"), np.cumsum(np.bincount(turn)).tolist()
+        entry = entry[in_turns]
+        access = Access._make(x[in_turns] if np.ndim(x) else x for x in access)
+        after = {name: np.empty(len(entry), v.dtype) for name, v in state.items()}
+        with np.errstate(all="ignore"):
+            for at in map(slice, [0, *turns[:-1]], turns):
+                mine = entry[at]
+                before = {name: v[mine] for name, v in state.items()}
+                one = Access._make(x[at] if np.ndim(x) else x for x in access)
+                for name, values in touch_state(np, policy, before, one, self._knobs).items():
+                    after[name][at] = values
+                    state[name][mine] = after[name][at]
+        by_access = {name: np.empty_like(v) for name, v in after.items()}
+        for name, values in after.items():
+            by_access[name][in_turns] = values
+        return by_access
+
+    def _shared_counts(self, rows: Tree, uses: Uses) -> NDArray[np.int64]:
+        """int64 `[2, counters, 1]`: by phase what batches count alike in all lanes."""
+        at = np.flatnonzero(rows["batch_start"])
+        n = np.diff(uses.begins)
+        n_cold = np.bincount(uses.batch[uses.is_first], minlength=len(at))
+        shared = np.zeros((2, len(COUNTERS), 1), np.int64)
+        for phase in (0, 1):
+            mine = rows["counted"][at] & (rows["decode"][at] == phase)
+            shared[phase, COUNTERS.index("lookups")] = n[mine].sum()
+            shared[phase, COUNTERS.index("cold_misses")] = n_cold[mine].sum()
+        return shared
 
     # -- the steps ---------------------------------------------------------------------------------------------
 
-    def _steps(self, rows: Tree, uses: Uses) -> tuple[Tree, NDArray[np.int64]]:
-        """The steps of a call, and what they count alike in all lanes `[2, counters]`.
+    def _steps(self, rows: Tree, uses: Uses) -> Tree:
+        """The steps of a call of a scan.
 
         `look_up` and `put` hold places of uses, -1 where none; scans say what they want of them.
         """
         n_slots, bypass = self._program.n_slots, self._program.eviction.bypass
         begins = np.flatnonzero(rows["batch_start"])
-        at = np.argsort(uses.batch, kind="stable")
-        batch = uses.batch[at]
-        n_uses = np.bincount(batch, minlength=len(begins))
+        batch, n_uses = uses.batch, np.diff(uses.begins)
         parts, taken = self._n_steps(n_uses)
         first = np.cumsum(taken) - taken
         n_steps = int(taken.sum()) + 1
         of_step = np.append(np.repeat(np.arange(len(begins)), taken), len(begins) - 1)
-        place = np.arange(len(batch)) - np.repeat(np.cumsum(n_uses) - n_uses, n_uses)
+        place = np.arange(len(batch)) - uses.begins[batch]
         look, put = first[batch] + place // n_slots, first[batch] + parts[batch] + place // n_slots
         given: Tree = {name: rows[name][begins][of_step] for name in ("layer", "decode", "counted", "batch")}
         for name, step in (("look_up", look), ("put", put)):
             given[name] = np.full((n_steps, n_slots), -1, np.int64)
-            given[name][step, place % n_slots] = at
+            given[name][step, place % n_slots] = np.arange(len(batch))
         evicts = np.zeros(n_steps, bool)
         evicts[first + parts - 1 + (parts if bypass else 0)] = True
         given |= {
             "cache": self._cache[given["layer"]].astype(np.int32),
             "evicts": evicts,
             "n": np.bincount(look, minlength=n_steps).astype(np.int32),
-            "n_cold": np.bincount(look[uses.is_first[at]], minlength=n_steps).astype(np.int32),
+            "n_cold": np.bincount(look[uses.is_first], minlength=n_steps).astype(np.int32),
         }
-        shared = np.zeros((2, len(COUNTERS)), np.int64)
-        for phase in (0, 1):
-            mine = given["counted"] & (given["decode"] == phase)
-            shared[phase, COUNTERS.index("lookups")] = given["n"][mine].sum()
-            shared[phase, COUNTERS.index("cold_misses")] = given["n_cold"][mine].sum()
-        return given, shared
-
-
-def first_of(entry: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Where each entry's uses begin, among uses by entry."""
-    begins = np.ones(len(entry), bool)
-    begins[1:] = entry[1:] != entry[:-1]
-    return begins
+        return given
 
 
 def of_uses(values: NDArray[Any], places: NDArray[np.int64], nothing: Any) -> NDArray[Any]:

@@ -73,7 +73,7 @@ def acting_steps(route: Route) -> tuple[Step, ...]:
 
 def is_looped(kind: str, loops: bool) -> bool:
     """Whether a kind's walk is a compiled loop, which takes any number of lanes."""
-    return kind == "routed"
+    return loops and kind != "recency"
 
 
 def make_walk(
@@ -94,4 +94,6 @@ def make_walk(
     """
     if kind in ("routed", "recency"):
         return (RoutedWalk if kind == "routed" else RecencyWalk)(columns, program, budgets, sizes)
-    return (RankedWalk if kind == "fixed" else KeyedWalk)(columns, program, budgets, sizes, knobs, foretold)
+    return (RankedWalk if kind == "fixed" else KeyedWalk)(
+        columns, program, budgets, sizes, knobs, foretold, loops
+    )
