@@ -65,8 +65,12 @@ def command_sweep(
 def _run_command(trace: Path, cache: Path) -> tuple[float, list[dict[str, Any]]]:
     """`simlab sweep` in a fresh process with its compilation cache in a folder: seconds, and what it printed."""
     words = ["sweep", str(trace), "--budget", ",".join(BUDGETS), "--evict", ",".join(EVICTS), "--json"]
-    # Wherever compiled programs would be kept otherwise, by JAX itself or in a user's folder for caches.
-    own = {"XDG_CACHE_HOME": str(cache), "JAX_COMPILATION_CACHE_DIR": str(cache / "jax")}
+    # Wherever compiled programs and loops would be kept otherwise, by JAX and numba or in a user's folder for caches.
+    own = {
+        "XDG_CACHE_HOME": str(cache),
+        "JAX_COMPILATION_CACHE_DIR": str(cache / "jax"),
+        "NUMBA_CACHE_DIR": str(cache / "numba"),
+    }
     start = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", "from simlab.cli.main import entry; entry()", *words],
