@@ -102,27 +102,27 @@ class Ranks(NamedTuple):
     """`[B * E]`: where they lie after the last."""
 
 
-@loop
 def walk_ranked(batches: Batches, ranks: Ranks, caches: Caches) -> None:
     """Walk all lanes where an order of eviction stands, some of them side by side."""
-    n_lanes = caches.off.shape[0]
-    # Lanes last, so that what they do alike is done by vector instructions.
-    words = np.empty((ranks.words[-1], min(_LANES, n_lanes)), np.uint64)
-    # A bit for each word that may hold one.
-    groups = np.empty((ranks.groups[-1], words.shape[1]), np.uint64)
+    n_lanes = len(caches.off)
     for first in range(0, n_lanes, _LANES):
         n = min(_LANES, n_lanes - first)
-        _walk_some(batches, ranks, caches, first, words[:, :n], groups[:, :n])
+        # Lanes last, so that what they do alike is done by vector instructions.
+        words, groups = (np.zeros((of_caches[-1], n), np.uint64) for of_caches in (ranks.words, ranks.groups))
+        _walk_some(batches, ranks, caches, first, words, groups)
 
 
 @loop
 def _walk_some(batches: Batches, ranks: Ranks, caches: Caches, first: int, words: Any, groups: Any) -> None:
-    """Walk lanes from the `first` on; `words` and `groups` have room for their bits."""
+    """Walk lanes from the `first` on.
+
+    Args:
+        words, groups: uint64 `[words, lanes]` and `[groups, lanes]`, zeros: a bit for each place, and one for each word
+            that may hold any.
+    """
     n_lanes = words.shape[1]
     n_expert = caches.units.shape[0] // caches.entry_bytes.shape[0]
     of_cache = caches.units.shape[0] // caches.budget.shape[0]
-    words[:] = 0
-    groups[:] = 0
     on, whole = np.empty(n_lanes, np.uint64), ~np.uint64(0)
     for lane in range(n_lanes):
         on[lane] = np.uint64(0) if caches.off[first + lane] else whole
