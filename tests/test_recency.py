@@ -364,6 +364,18 @@ def finished(replayer: Replayer) -> list[CellNumbers]:
     return replayer.numbers()
 
 
+def test_many_lanes_are_those_of_few():
+    """More than fit a tile, of sizes that do not divide: as a few at a time, which a tile holds."""
+    trace = written(generate(make_header(n_layer=2, n_expert=64, k=4), seed=11, n_decode=30, n_prefill=3))
+    budgets = ["6%", "9%", "20%", "33%", "45%", "70%", "100%"]
+    cells = build_cells(budgets=budgets, margins=[f"{i / 40:.3f}" for i in range(1, 11)])
+    many = Replayer(trace, cells)
+    found = finished(many)
+    assert len(many.groups[0].carry["here"]) == 3
+    for start in range(0, len(cells), 14):
+        assert finished(Replayer(trace, cells[start : start + 14])) == found[start : start + 14]
+
+
 @pytest.mark.slow
 def test_a_cache_of_more_entries_than_two_bytes_count(monkeypatch):
     """A loop for wider numbers, which a model of more experts than that would have."""
