@@ -29,6 +29,8 @@ from simlab.types import DECODE, PREFILL, ResolvedBudget
 
 _MOST_ROWS = 512
 """Rows prepared in one go."""
+_LEAST_ROWS = 8
+"""Of these as many, whatever they take: below, it is calling that takes the time."""
 _MOST_KEYS = 1 << 22
 """Keys of them, of all settings: 16 MiB."""
 _FEWEST = 4
@@ -91,7 +93,8 @@ class RoutedWalk:
     def _walk_routed(self, caches: Caches, carry: Tree, lanes: Tree, rows: slice) -> None:
         program, n_lanes = self._program, carry["sums"].shape[2]
         knobs, setting = _settings(lanes["knobs"]["rerank"], n_lanes)
-        size = min(max(_MOST_KEYS // (2 * program.n_expert * (setting.max() + 1)), 1), _MOST_ROWS)
+        size = _MOST_KEYS // (2 * program.n_expert * (int(setting.max()) + 1))
+        size = min(max(size, _LEAST_ROWS), _MOST_ROWS)
         pieces = [slice(at, min(at + size, rows.stop)) for at in range(rows.start, rows.stop, size)]
         tiles, n_threads = self._tiles(n_lanes), jax.local_device_count()
         counts = [_apart((len(tile), len(TOLD)), np.int64) for tile in tiles]
