@@ -396,7 +396,7 @@ def test_keys_are_compared_as_one_by_one(k):
     outside = -np.sort(-rng.integers(0, 60, (60, 1, 20)), axis=2)
     key = np.stack([outside, np.maximum(outside + 5, outside)], axis=2).astype(np.float32)
     key[::7, :, :, 15:] = -np.inf
-    reach, before, is_plain = compare_keys(key, expert, k)
+    reach, before, is_plain = compare_keys(key, np.ones((60, 1), bool), expert, k)
     assert 0 < is_plain.mean() < 1
     for row in range(60):
         out, inside = key[row, 0]

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simlab.replay.batches import padded
+from simlab.replay.lanes import padded_lanes
 from simlab.replay.programs import compiled
 from simlab.replay.routes import declared
 from simlab.replay.shape import Tree
@@ -76,18 +77,21 @@ def _choice(step: Step, experts: Tree, facts: Tree, knobs: Tree) -> Choice:
 
 
 def keys(
-    step: Step, k: int, rows: Mapping[str, NDArray[Any]], knobs: Mapping[str, NDArray[Any]], size: int
+    step: Step, k: int, rows: Mapping[str, NDArray[Any]], knobs: Mapping[str, NDArray[Any]], n_rows: int
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """`key` and `active` of `Rows`.
+    """`key` and `active` of `Rows`, for these settings and some more.
 
     Args:
         k: slots of a row. rows: `layer`, `top`, `range` `[n]`; `order`, `ranked` `[n, E]`, experts and their values in
-            score order. knobs: by name `[S]`. size: rows that the program is compiled for, n or more.
+            score order. knobs: by name `[S]`. n_rows: that the program is compiled for, n or more.
     """
     n = len(rows["layer"])
-    given = padded({name: rows[name] for name in ("layer", "top", "range", "order", "ranked")}, size)
+    given = padded({name: rows[name] for name in ("layer", "top", "range", "order", "ranked")}, n_rows)
     n_settings = len(next(iter(knobs.values()))) if knobs else 1
-    known = {"": np.zeros(n_settings, np.float32), **knobs}
+    # As with lanes, a few sizes share a program; nobody asks for the settings that repeat the last.
+    size = padded_lanes(n_settings)
+    known = {name: np.pad(v, (0, size - n_settings), "edge") for name, v in knobs.items()}
+    known[""] = np.zeros(size, np.float32)
 
     def chosen(row: Tree, knobs: Tree) -> tuple[Array, Array]:
         both = (2, row["order"].size)
@@ -103,6 +107,6 @@ def keys(
 
     of_settings = jax.vmap(chosen, in_axes=(None, 0))
     function = jax.vmap(of_settings, in_axes=(0, None))
-    call = compiled(("routed keys", _code(step.policy), k, given["order"].shape, n_settings), function)
-    key, active = call(given, known)
-    return np.asarray(key)[:n], np.asarray(active)[:n]
+    call = compiled(("routed keys", _code(step.policy), k, given["order"].shape, size), function)
+    key, active = (np.asarray(x)[:n] for x in call(given, known))
+    return key, active & (np.arange(size) < n_settings)

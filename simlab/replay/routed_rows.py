@@ -117,8 +117,8 @@ def _able(key: Any, expert: Any, row: int, least: Any) -> tuple[int, Any]:
 
 
 @loop
-def compare_keys(key: Any, expert: Any, k: int) -> tuple[Any, Any, Any]:
-    """`reach`, `before` and `is_plain` of `Rows`."""
+def compare_keys(key: Any, active: Any, expert: Any, k: int) -> tuple[Any, Any, Any]:
+    """`reach`, `before` and `is_plain` of `Rows`, where the policy looks at a row."""
     n, n_settings, _, n_expert = key.shape
     most = min(k, n_expert)
     reach = np.zeros((n, n_settings), np.int32)
@@ -127,6 +127,8 @@ def compare_keys(key: Any, expert: Any, k: int) -> tuple[Any, Any, Any]:
     better = np.zeros(n_expert, np.int32)
     for row in range(n):
         for which in range(n_settings):
+            if not active[row, which]:
+                continue
             outside, inside = key[row, which, 0], key[row, which, 1]
             # At least k experts are as good as the worst of the first k, whatever is in RAM.
             least = min(outside[most - 1], inside[most - 1])

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from simlab.replay.batches import sorted_scores, stretches, walked
 from simlab.replay.columns import ColumnNeeds, TraceColumns
+from simlab.replay.lanes import padded_lanes
 from simlab.replay.routed_keys import keys
 from simlab.replay.routed_loop import APART, TILE, TOLD, Caches, Limits, walk_rows
 from simlab.replay.routed_rows import Rows, by_rank, compare_keys
@@ -93,7 +94,7 @@ class RoutedWalk:
     def _walk_routed(self, caches: Caches, carry: Tree, lanes: Tree, rows: slice) -> None:
         program, n_lanes = self._program, carry["sums"].shape[2]
         knobs, setting = _settings(lanes["knobs"]["rerank"], n_lanes)
-        size = _MOST_KEYS // (2 * program.n_expert * (int(setting.max()) + 1))
+        size = _MOST_KEYS // (2 * program.n_expert * padded_lanes(int(setting.max()) + 1))
         size = min(max(size, _LEAST_ROWS), _MOST_ROWS)
         pieces = [slice(at, min(at + size, rows.stop)) for at in range(rows.start, rows.stop, size)]
         tiles, n_threads = self._tiles(n_lanes), jax.local_device_count()
@@ -131,7 +132,8 @@ class RoutedWalk:
         key, active = keys(step, k, rows, knobs, size)
         expert = rows["order"].astype(np.uint16)
         router_rank, mass, regret = by_rank(expert, rows["router"], rows["mass"], rows["regret"])
-        reach, before, is_plain = compare_keys(key, expert, k)
+        active &= (rows["router"][:, :1] >= 0) & (k < program.n_expert)
+        reach, before, is_plain = compare_keys(key, active, expert, k)
         return Rows(
             layer=rows["layer"],
             counted=rows["counted"],
@@ -141,7 +143,7 @@ class RoutedWalk:
             router_rank=router_rank,
             expert=expert,
             key=key,
-            active=active & (rows["router"][:, :1] >= 0) & (k < program.n_expert),
+            active=active,
             reach=reach,
             before=before,
             is_plain=is_plain,
