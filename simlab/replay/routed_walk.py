@@ -26,6 +26,7 @@ from simlab.replay.routed_rows import Rows, by_rank, compare_keys
 from simlab.replay.shape import COUNTERS, SUMS, ProgramShape, Tree, first_counts
 from simlab.replay.side_by_side import side_by_side
 from simlab.replay.tally import lane_independent
+from simlab.replay.units import budget_bytes
 from simlab.types import DECODE, PREFILL, ResolvedBudget
 
 _MOST_ROWS = 512
@@ -57,9 +58,8 @@ class RoutedWalk:
         n_layers = program.n_layers
         n_slots = max(program.n_slots, program.n_expert_used)
         self._needs = ColumnNeeds(n_slots, scores=True, rank=False, weights=frozenset())
-        limits = np.array([b.layer_bytes if per_layer else [b.total_bytes] for b in budgets], np.int64)
         self._limits = Limits(
-            budget=limits,
+            budget=budget_bytes(budgets),
             off=np.array([b.off for b in budgets]),
             entry_bytes=sizes,
             cache_of_layer=np.arange(n_layers) if per_layer else np.zeros(n_layers, np.int64),

@@ -37,7 +37,6 @@ from simlab.replay.future import (
 from simlab.replay.kernel import first_carry, program
 from simlab.replay.lanes import lanes_of, padded_lanes
 from simlab.replay.recency_walk import RecencyWalk
-from simlab.replay.routed_walk import RoutedWalk
 from simlab.replay.shape import COUNTERS, NO_ROW, ProgramShape, Tree, code_key
 from simlab.replay.side_by_side import side_by_side
 from simlab.replay.speculation import told
@@ -305,7 +304,8 @@ class Replayer:
         header = self.trace.header
         cells = [self.cells[i] for i in indices]
         fast = self._fast_kind(cells[0])
-        if not (fast and is_looped(fast[0], self._loops)):
+        looped = bool(fast) and is_looped(fast[0], self._loops)
+        if not looped:
             cells += cells[-1:] * (padded_lanes(len(cells)) - len(cells))
         eviction = find_eviction(cells[0].evict)
         widths = [effective_k(c.route, header) for c in cells]
@@ -366,7 +366,7 @@ class Replayer:
                 | self._learned(shape)
                 | (walk.lanes if walk is not None else {})
             ),
-            carry=carry if isinstance(walk, RoutedWalk) else jax.device_put(carry),
+            carry=carry if looped else jax.device_put(carry),
             detail=[],
             foretold={} if fast else foretold,
             walk=walk,

@@ -1,4 +1,4 @@
-"""Bytes counted in int32: in the unit that all entries' sizes are multiples of."""
+"""Budgets in bytes, and bytes counted in int32: in the unit that all entries' sizes are multiples of."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ def unit_of(sizes: NDArray[np.int64]) -> int:
     return int(np.gcd.reduce(sizes))
 
 
+def budget_bytes(budgets: Sequence[ResolvedBudget]) -> NDArray[np.int64]:
+    """int64 `[lanes, caches]`: what each cache may hold."""
+    return np.array([b.layer_bytes if b.per_layer else [b.total_bytes] for b in budgets], np.int64)
+
+
 def budget_units(budgets: Sequence[ResolvedBudget], sizes: NDArray[np.int64]) -> NDArray[np.int32]:
     """int32 `[caches, lanes]`: what each cache may hold, in units; without a cache more than there is."""
-    limits = [b.layer_bytes if b.per_layer else [b.total_bytes] for b in budgets]
-    budget = np.minimum(np.array(limits, np.int64).T // unit_of(sizes), _LARGEST).astype(np.int32)
+    budget = np.minimum(budget_bytes(budgets).T // unit_of(sizes), _LARGEST).astype(np.int32)
     return np.where(np.array([b.off for b in budgets]), np.int32(_LARGEST), budget)
 
 

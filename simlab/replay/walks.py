@@ -1,6 +1,6 @@
 """Which walk a group of cells takes that can take a faster one than the scan of `kernel.py`.
 
-Each kind has two: a compiled loop, where JAX runs on a CPU, and a scan by XLA, which accelerators take.
+Where JAX runs on a CPU, most are compiled loops; scans by XLA are what accelerators take, and kinds that have no loop.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def acting_steps(route: Route) -> tuple[Step, ...]:
 
 
 def is_looped(kind: str, loops: bool) -> bool:
-    """Whether a kind's walk is a compiled loop, which takes any number of lanes."""
+    """Whether a kind's walk is a compiled loop, which takes any number of lanes and keeps its carry in NumPy."""
     return loops and kind != "recency"
 
 
