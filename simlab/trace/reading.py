@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,20 @@ def read_bytes(path: Path, limit: int = -1) -> bytes:
     if data.startswith(b"version https://git-lfs"):
         raise InputError(f"{path}, line 1: a Git-LFS pointer, not the data; run 'git lfs pull' to fetch it")
     return data
+
+
+def check_inside(folder: Path, file: Path) -> None:
+    """Refuse a file of a trace that is a link to somewhere else.
+
+    A snapshot in a cache of Hugging Face is made of links to `blobs` beside `snapshots`; they stay in that cache.
+
+    Raises:
+        InputError: the link leaves the trace's folder and the cache it lies in.
+    """
+    root, target = Path(os.path.realpath(folder)), Path(os.path.realpath(file))
+    caches = [p.parent for p in root.parents if p.name == "snapshots" and (p.parent / "blobs").is_dir()]
+    if not any(target.is_relative_to(place) for place in (root, *caches)):
+        raise InputError(f"{file}: a link to {target}, which is not in the trace's folder; copy the file there")
 
 
 def shown(value: Any) -> str:
