@@ -20,8 +20,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from simlab.cells import parse_budget, resolve_budget
 from simlab.errors import InputError
 from simlab.trace.csv_text import EXACT, MAX_ENTRY_BYTES, MAX_EXPERT, MAX_LAYER
-from simlab.trace.json_text import parse_json
-from simlab.trace.reading import check_inside, read_bytes, shown
+from simlab.trace.json_text import read_json
+from simlab.trace.reading import check_inside, shown
 from simlab.trace.schema import SCHEMA_VERSION, TABLES
 from simlab.types import TraceHeader
 
@@ -109,7 +109,7 @@ def read_header(folder: Path) -> HeaderFile:
         check_inside(folder, path)
     except OSError as error:  # a name too long, a folder that may not be entered
         raise InputError(f"{folder}: cannot be read: {error.strerror}") from error
-    fields = parse_json(read_bytes(path), str(path), nan=False)
+    fields = read_json(path, nan=False)
     if not isinstance(fields, dict):
         raise InputError(f"{path}: not a JSON object")
     for name in _REQUIRED:

@@ -98,7 +98,7 @@ def _check_part(part: Path, schema: Mapping[str, pl.DataType], as_recorded: bool
 
 
 def _probe(part: Path, columns: list[str] | None) -> None:
-    problem = probe_parquet(part, columns)
+    problem = probe_parquet(part, columns, times=2)
     if problem is not None:
         raise _unreadable(part, problem)
 
