@@ -8,12 +8,14 @@ Shapes: `B` MoE layers, `E` experts per layer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from simlab.bounds import require_memory
 from simlab.errors import InputError
 from simlab.policy_check import policy_error
 from simlab.types import RoutingPolicy, Stage, Step
@@ -46,6 +48,8 @@ def _learned(
         ]
         for name, one in policy.learns.items()
     }
+    for name, shape in shapes.items():
+        require_memory(4 * math.prod(shape), f"policy {policy.name}: '{name}' of shape {list(shape)}")
     if training is None:
         lacking = [name for name, one in policy.learns.items() if one.untrained is None]
         if lacking:

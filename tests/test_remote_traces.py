@@ -99,7 +99,9 @@ def test_a_source_that_leaves_its_folder_is_refused(trace, tmp_path):
     fsspec = pytest.importorskip("fsspec")
     (tmp_path / "secret").write_text("not of the trace")
     (trace.path / "routing/part-000001.parquet").symlink_to(tmp_path / "secret")
-    with pytest.raises(InputError, match=r"part-000001.parquet: a link to .*secret, which is not in the trace"):
+    with pytest.raises(
+        InputError, match=r"part-000001.parquet: a link to .*secret, which is not in the trace"
+    ):
         local_copy(f"file://{trace.path}")
     memory = fsspec.filesystem("memory")
     memory.pipe("/up/t.trace/header.json", (trace.path / "header.json").read_bytes())

@@ -177,7 +177,9 @@ def test_rows_that_differ_from_the_promise(tmp_path: Path) -> None:
     folder = written(tmp_path / "t.trace")
     part = folder / "routing/part-000001.parquet"
     part.unlink()
-    with pytest.raises(InputError, match=r"t.trace/routing/part-000001.parquet: is missing, though header.json"):
+    with pytest.raises(
+        InputError, match=r"t.trace/routing/part-000001.parquet: is missing, though header.json"
+    ):
         open_trace(folder)
     change_header(folder, part_sha256="remove")
     with pytest.raises(InputError, match=r"t.trace/routing: 4 rows, header.json promises 6"):

@@ -17,6 +17,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from simlab.bounds import require_memory
 from simlab.errors import InputError
 from simlab.replay.early_reads import speculative_column, speculative_entries
 from simlab.scores import (
@@ -31,6 +32,8 @@ from simlab.scores import (
 from simlab.trace.store import BLOCK_ROWS, Trace
 from simlab.types import DECODE, THROW_AWAY_TURN
 
+_ENTRY_BYTES = 40
+"""Memory of a replay for each entry, whatever it replays: when it was used last, and what stands beside that."""
 WeightSource = Literal["scores", "recorded"]
 
 
@@ -52,7 +55,8 @@ class TraceColumns:
     A batch is a maximal run of rows of equal (graph, layer). `layer` is an index among the MoE layers.
 
     Raises:
-        InputError: an expert id outside the model's range, or a row without router ids, with layer and step.
+        InputError: an expert id outside the model's range, or a row without router ids, with layer and step; or a
+            model of more entries than memory holds.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -62,6 +66,12 @@ class TraceColumns:
         self._blocks: dict[str, tuple[int, NDArray[Any]]] = {}
         self._reading = Lock()
         header = trace.header
+        n_layers, n_expert = len(header.moe_layers), header.n_expert
+        require_memory(
+            n_layers * n_expert * _ENTRY_BYTES,
+            f"{trace.path}/header.json: {n_layers} layers of {n_expert} experts",
+            (trace.path / "header.json").stat().st_size,
+        )
         wanted = ("turn", "graph", "phase", "step", "layer", "pos_in_graph", "router_experts")
         ids = trace.collect("routing", trace.routing.select(wanted))
         self.where = ids.drop("router_experts")
@@ -225,15 +235,12 @@ class TraceColumns:
     @cached_property
     def has_gate_probs(self) -> bool:
         """Whether weights are gathered from another tensor than the sorted one."""
-        return self._null_count("gate_probs") == 0
+        return self.trace.null_count("gate_probs") == 0
 
     @cached_property
     def has_weights(self) -> bool:
         """Whether the trace carries applied weights."""
-        return self._null_count("weights") == 0
-
-    def _null_count(self, column: str) -> int:
-        return self.trace.collect("routing", self.trace.routing.select(pl.col(column).null_count())).item()
+        return self.trace.null_count("weights") == 0
 
     @staticmethod
     def _longer_lists(

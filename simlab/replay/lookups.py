@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from simlab.bounds import require_memory
 from simlab.errors import InputError
 from simlab.replay.columns import ColumnNeeds, TraceColumns
 from simlab.types import Scope
@@ -20,6 +21,8 @@ NEVER = np.iinfo(np.int64).max
 """Reuse distance of an entry's first lookup: no budget makes it a hit."""
 
 _STRETCH = 4096
+_SLOT_BYTES = 220
+"""Memory for each slot, to find its lookup and how far it is from the one before; measured."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ def find_lookups(columns: TraceColumns, ids: NDArray[np.int32]) -> Lookups:
         ids: int32 `[rows, slots]`, the experts each row walks in slot order, -1 where a slot does not exist.
     """
     header = columns.trace.header
+    require_memory(ids.size * _SLOT_BYTES, f"{columns.trace.path}/routing: lookups of {ids.size} slots")
     sizes = np.array([header.entry_bytes[layer] for layer in header.moe_layers], np.int64)
     rows, slots = np.nonzero(ids >= 0)  # row by row and slot by slot: the order of the walk
     entry = columns.layer[rows].astype(np.int64) * header.n_expert + ids[rows, slots]

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from simlab.bounds import require_memory
 from simlab.cells import MIB, check_cache, check_eviction, effective_k, resolve_budget
 from simlab.errors import InputError
 from simlab.learning import learn
@@ -37,7 +38,7 @@ from simlab.replay.future import (
 from simlab.replay.kernel import first_carry, program
 from simlab.replay.lanes import lanes_of, padded_lanes
 from simlab.replay.recency_walk import RecencyWalk
-from simlab.replay.shape import COUNTERS, NO_ROW, ProgramShape, Tree, code_key
+from simlab.replay.shape import COUNTERS, NO_ROW, SUMS, ProgramShape, Tree, code_key
 from simlab.replay.side_by_side import side_by_side
 from simlab.replay.speculation import told
 from simlab.replay.tally import phase_numbers
@@ -328,6 +329,7 @@ class Replayer:
             sequential=cells[0].sequential,
             executed="future" in eviction.needs and not follows_router(cells[0].route),
         )
+        self._require_room(shape, len(cells), fast[0] if fast else None)
         # Lanes that take a faster scan and know the future have one walk in common.
         n_walks = 1 if fast else len(cells)
         foretold = self._foretold(shape, cells[:n_walks], np.array(widths[:n_walks], np.int32))
@@ -370,6 +372,18 @@ class Replayer:
             detail=[],
             foretold={} if fast else foretold,
             walk=walk,
+        )
+
+    def _require_room(self, shape: ProgramShape, n_lanes: int, kind: str | None) -> None:
+        """Refuse more settings than memory holds caches, or, with detail, slots of."""
+        entries = shape.n_layers * shape.n_expert
+        # The scan of any policy takes its state and gives it back; where lanes share an order they share the rest too.
+        per_entry = {None: 2 * (9 + 8 * len(shape.eviction.state)), "fixed": 2, "moving": 2}.get(kind, 24)
+        per_row = 2 * (22 * shape.n_slots + 8 * (len(COUNTERS) + len(SUMS))) if shape.detail else 0
+        require_memory(
+            n_lanes * (entries * per_entry + self.columns.n_rows * per_row),
+            f"{self.trace.path}: {n_lanes} setting{'s' * (n_lanes != 1)} of {entries} entries, "
+            f"{self.columns.n_rows} rows",
         )
 
     @cached_property

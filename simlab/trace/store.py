@@ -19,6 +19,7 @@ from typing import Any, Self
 
 import polars as pl
 
+from simlab.bounds import require_memory
 from simlab.errors import InputError, RunError, SimlabWarning
 from simlab.trace.header import HeaderFile, read_header, write_header
 from simlab.trace.parts import collect, part_sha256, scan_parts
@@ -29,6 +30,9 @@ from simlab.types import TraceHeader
 
 BLOCK_ROWS = 4096
 """Rows of a row group, and what a replay decodes at once."""
+_DECODED_BYTES = 256 << 20
+_ROW_BYTES, _SLOT_BYTES = 150, 40
+"""Memory of a replay for each row and each of its slots, whatever it replays; measured."""
 _KEPT_BYTES = 32 << 20
 """Scores up to this size are decoded once and kept with their trace."""
 
@@ -52,9 +56,12 @@ class Trace:
         """Whether every routing row carries the scores its graph sorted."""
         if not self.n_rows:
             return False
-        if self._all_scores is not None:
-            return self._all_scores.null_count() == 0
-        return self.collect("routing", self.routing.select(pl.col("scores").null_count())).item() == 0
+        return self.null_count("scores") == 0
+
+    def null_count(self, column: str) -> int:
+        """Rows of the routing table without a value there; a null takes the memory of scores, so not all at once."""
+        n = max(1, _DECODED_BYTES // (4 * self.header.n_expert))
+        return sum(self.values(column, start, n).null_count() for start in range(0, self.n_rows, n))
 
     @cached_property
     def _all_scores(self) -> pl.Series | None:
@@ -90,7 +97,7 @@ def open_trace(path: str | os.PathLike[str]) -> Trace:
     Raises:
         InputError: no such folder, a header this version cannot read or that contradicts itself or the tables, a
             part that is missing or is a link to somewhere else, a table whose rows differ from the header's count, or
-            rows out of order, of no known place, or of a layer whose entry bytes are unknown.
+            rows out of order, of no known place, of a layer whose entry bytes are unknown, or more than memory holds.
     """
     folder = Path(path)
     file = read_header(folder)
@@ -108,8 +115,11 @@ def open_trace(path: str | os.PathLike[str]) -> Trace:
             found = _count(folder, table, frame)
             if found != file.rows[table]:
                 raise InputError(f"{folder}/{table}: {found} rows, header.json promises {file.rows[table]}")
+    n_rows = _count(folder, "routing", frames["routing"])
+    on_disk = sum(part.stat().st_size for part in (folder / "routing").glob("part-*.parquet"))
+    require_memory(n_rows * (_ROW_BYTES + width * _SLOT_BYTES), f"{folder}/routing: {n_rows} rows", on_disk)
     check_routing(folder, header, frames["routing"])
-    trace = Trace(folder, header, width, _count(folder, "routing", frames["routing"]), **frames)
+    trace = Trace(folder, header, width, n_rows, **frames)
     if changed:
         _warn_of_changes(changed)
     return trace

@@ -85,19 +85,23 @@ def complete_graphs(folder: Path, frames: Mapping[str, pl.LazyFrame]) -> dict[st
     in_tokens = set(tokens["graph"].drop_nulls().to_list())
     last = max(in_tokens, default=-1)
     read = set(tokens.filter(pl.col("window_bytes") > 0)["graph"].to_list())
-    for table, wanted in (("tokens", set(range(last + 1))), ("routing", set(range(last + 1))), ("reads", read)):
-        graphs = collect(folder, table, frames[table].select(pl.col("graph").unique())).to_series().drop_nulls()
-        absent = wanted - set(graphs.to_list())
-        missing = _missing_part(folder, table)
+    for table, wanted in (
+        ("tokens", set(range(last + 1))),
+        ("routing", set(range(last + 1))),
+        ("reads", read),
+    ):
+        graphs = collect(folder, table, frames[table].select(pl.col("graph").unique())).to_series()
+        found = set(graphs.drop_nulls().to_list())
+        absent, missing = wanted - found, _missing_part(folder, table)
         # Of reads a file of another engine may tell only some.
-        if not absent or (table == "reads" and (graphs.is_empty() or missing is None)):
+        if not absent or (table == "reads" and (not found or missing is None)):
             continue
         first = min(absent)
-        if first < (graphs.max() if len(graphs) else -1):
-            where = f"{folder}/{table}/{missing}" if missing else f"{folder}/{table}"
+        if first < max(found, default=-1):
+            where = f"{folder}/{table}/{missing}: is missing; " if missing else f"{folder}/{table}: "
             raise InputError(
-                f"{where}: is missing; graph {first} and {len(absent) - 1} others of {last + 1} are not there, and "
-                "what came after them would be replayed as if they had not been; copy the trace again"
+                f"{where}{len(absent)} of {last + 1} graphs are not there, the first is graph {first}, and what came "
+                "after it would be replayed as if it had not run; copy the trace again"
             )
         last = min(last, first - 1)
     warnings.warn(
@@ -105,13 +109,25 @@ def complete_graphs(folder: Path, frames: Mapping[str, pl.LazyFrame]) -> dict[st
         SimlabWarning,
         stacklevel=3,
     )
-    return {table: frame.filter(pl.col("graph") <= last) for table, frame in frames.items()}
+    return {table: _up_to(folder, table, frame, last) for table, frame in frames.items()}
+
+
+def _up_to(folder: Path, table: str, frame: pl.LazyFrame, last: int) -> pl.LazyFrame:
+    """The rows of the graphs up to `last`; the first ones where they are in order, of which any can be read alone."""
+    within = pl.col("graph") <= last
+    counts = frame.select(n=within.sum(), first=within.not_().arg_max(), rows=pl.len())
+    n, first, rows = collect(folder, table, counts).row(0)
+    return frame.head(n) if n in (first, rows) else frame.filter(within)
 
 
 def _missing_part(folder: Path, table: str) -> str | None:
     """The first part of a table that is not there, where another of its number or a later one is; None if all are."""
     numbers = {
-        name: {int(m[1]) for p in (folder / name).glob("part-*.parquet") if (m := re.match(r"part-(\d+)\.", p.name))}
+        name: {
+            int(m[1])
+            for p in (folder / name).glob("part-*.parquet")
+            if (m := re.match(r"part-(\d+)\.", p.name))
+        }
         for name in TABLES
     }
     most = max(set().union(*numbers.values()), default=-1)
