@@ -31,7 +31,8 @@ from simlab.replay.curve import lru_curve
 from simlab.replay.run import Replayer
 from simlab.replay.slots import replay_slots
 from simlab.trace.importer import import_files
-from simlab.trace.store import TraceWriter, open_trace
+from simlab.trace.parts import part_sha256
+from simlab.trace.store import open_trace
 from simlab.types import Choice, Learned, RoutingPolicy, Step
 
 GIB = 1 << 30
@@ -90,11 +91,7 @@ def refused_import(path: Path) -> str:
 def test_a_trace_of_two_billion_entries(command: list[str], tmp_path: Path) -> None:
     """One routing row; 17 GB are what one number for each entry takes. `info` needs none, and answers."""
     header = make_header(n_layer=1, n_expert=65535, k=1)
-    folder = (
-        generate(header, n_prefill=0, n_decode=1, scorer=lambda *_: {"scores": np.ones(65535, np.float32)})
-        .write(tmp_path / "t.trace")
-        .path
-    )
+    folder = generate(header, n_prefill=0, n_decode=1, scorer=ones).write(tmp_path / "t.trace").path
     change_header(folder, n_layer=32768, entry_bytes={str(layer): 1000 for layer in range(32768)})
     words = (command[0], folder, *command[1:])
     if command == ["info"]:
@@ -110,19 +107,28 @@ def test_a_trace_of_two_billion_entries(command: list[str], tmp_path: Path) -> N
 
 
 def test_a_trace_whose_scores_are_null(tmp_path: Path) -> None:
-    """A null takes as much memory as scores: 8,192 rows of 65,535 are 2 GiB for one column, of a file of 200 KB."""
-    header, n = make_header(n_layer=1, n_expert=65535, k=1), 512
-    with TraceWriter(tmp_path / "t.trace", header, 1) as writer:
-        for start in range(0, 8192, n):
-            graph = np.arange(start, start + n)
-            writer.add("routing", {"turn": np.zeros(n, np.int32), "graph": graph, "phase": np.ones(n, np.int8),
-                                   "step": graph, "layer": np.zeros(n, np.int32), "pos_in_graph": np.zeros(n, np.int32),
-                                   "router_experts": graph[:, None].astype(np.int32)})  # fmt: skip
-            writer.flush()
-    found = ended("info", tmp_path / "t.trace")
-    assert (found.status, found.text) == (0, "")
-    assert found.cpu_seconds < 10
+    """A null takes as much memory as scores: 8,192 rows of 65,535 numbers are 2 GiB, of a file of 200 KB."""
+    n, header = 8192, make_header(n_layer=1, n_expert=65535, k=1)
+    folder = generate(header, n_prefill=0, n_decode=1, scorer=ones).write(tmp_path / "t.trace").path
+    (part,) = (folder / "routing").iterdir()
+    row = pl.read_parquet(part)
+    rows = {name: row[name].new_from_index(0, n) for name in row.columns} | {
+        "graph": pl.arange(0, n, eager=True)
+    }
+    nulls = {name: pl.Series([None] * n, dtype=row.schema[name]) for name in ("scores", "gate_probs")}
+    pl.DataFrame(rows | nulls).write_parquet(part, row_group_size=n)
+    said = {"rows": {"routing": n, "reads": 0, "tokens": 0}}
+    change_header(folder, part_sha256={f"routing/{part.name}": part_sha256(part)}, **said)
+    found = ended("replay", folder, "--budget", "1cycles")
+    assert found.status == 0
     assert found.peak_bytes < GIB
+    # Of another tool, a part is read whole by a child first.
+    change_header(folder, part_sha256=None, **said)
+    assert f"{part}: {n} rows: takes 8.3 GiB of memory" in refused("replay", folder, "--budget", "1cycles")
+
+
+def ones(*_: object) -> dict[str, np.ndarray]:
+    return {"scores": np.ones(65535, np.float32)}
 
 
 def test_a_parquet_table_of_twenty_million_rows(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import polars as pl
 import pytest
 from route_files import route_lines, write_lines
+from test_trace_store import change_header
 
 from simlab import __version__
 from simlab.cells import MIB
@@ -45,8 +46,7 @@ def toy(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def toy_with_budget(toy: Path) -> Path:
-    header = toy / "header.json"
-    header.write_text(json.dumps(json.loads(header.read_text()) | {"budget_bytes": 9000}))
+    change_header(toy, budget_bytes=9000)
     return toy
 
 

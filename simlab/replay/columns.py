@@ -32,6 +32,8 @@ from simlab.scores import (
 from simlab.trace.store import BLOCK_ROWS, Trace
 from simlab.types import DECODE, THROW_AWAY_TURN
 
+_LAYER_BYTES = 64
+"""Of header.json, for a layer."""
 _ENTRY_BYTES = 40
 """Memory of a replay for each entry, whatever it replays: when it was used last, and what stands beside that."""
 WeightSource = Literal["scores", "recorded"]
@@ -70,7 +72,7 @@ class TraceColumns:
         require_memory(
             n_layers * n_expert * _ENTRY_BYTES,
             f"{trace.path}/header.json: {n_layers} layers of {n_expert} experts",
-            (trace.path / "header.json").stat().st_size,
+            n_layers * _LAYER_BYTES,
         )
         wanted = ("turn", "graph", "phase", "step", "layer", "pos_in_graph", "router_experts")
         ids = trace.collect("routing", trace.routing.select(wanted))
