@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from simlab.cells import route_spec
 from simlab.errors import RunError
-from simlab.types import Cell, CellNumbers, PhaseNumbers
+from simlab.types import Cell, CellNumbers, PhaseNumbers, Provenance, known_fields
 
 if TYPE_CHECKING:
     import polars as pl
@@ -30,7 +30,9 @@ INTERVALS = "intervals"
 """The field of 95 % intervals, [low, high] by name; in the flat table JSON text, or null where there are none."""
 READ_AHEAD = "read_ahead"
 """The field of what look-ahead read, numbers by name, likewise."""
-JSON_TEXT = (INTERVALS, READ_AHEAD)
+PROVENANCE = "provenance"
+"""The field of what the numbers are of, texts by name, likewise."""
+JSON_TEXT = (INTERVALS, READ_AHEAD, PROVENANCE)
 TABLE_LEGEND = (
     "Columns of the table, decode only: cycles = budget in token cycles; hit % of the expert lookups; MiB/token read;\n"
     "cold = first misses of an expert, capacity = the others; subst. %, dropped % of the routed slots;\n"
@@ -83,6 +85,7 @@ def cell_to_json(numbers: CellNumbers) -> dict[str, Any]:
     rest = {name: getattr(numbers, name) for name in (*LIVE_FIELDS, "note")}
     rest[INTERVALS] = dict(numbers.intervals) or None
     rest[READ_AHEAD] = None if numbers.read_ahead is None else dict(numbers.read_ahead)
+    rest[PROVENANCE] = None if numbers.provenance is None else known_fields(numbers.provenance)
     return json_value(fields | {name: value for name, value in rest.items() if value is not None})
 
 
@@ -136,6 +139,7 @@ def cells_from_frame(frame: pl.DataFrame, cells: Sequence[Cell]) -> list[CellNum
             decode=phase(row, "decode"),
             all=phase(row, "all"),
             read_ahead=json.loads(row[READ_AHEAD]) if row[READ_AHEAD] else None,
+            provenance=Provenance(**json.loads(row[PROVENANCE])) if row[PROVENANCE] else None,
             intervals={name: (low, high) for name, (low, high) in json.loads(row[INTERVALS] or "{}").items()},
             **{name: row[name] for name in alike},
         )

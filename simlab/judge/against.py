@@ -50,12 +50,7 @@ class DecodeSeries(NamedTuple):
 
 def is_exact(cell: Cell) -> bool:
     """Whether a cell runs the router's own routing."""
-    return all(
-        s.policy.is_builtin("original")
-        or (s.policy.is_builtin("substitute") and s.knobs["L"] == 0)
-        or (s.policy.is_builtin("drop_cold") and s.knobs["F"] == 0)
-        for s in cell.route.steps
-    )
+    return all(step.is_exact for step in cell.route.steps)
 
 
 def baseline(cell: Cell, others: Sequence[CellNumbers]) -> CellNumbers | None:

@@ -67,6 +67,7 @@ def measure(trace: Trace, cell: Cell, rows: pl.DataFrame | None = None) -> CellN
         nll=mean_nll,
         read_ahead=_read_ahead(trace),
         intervals={name: (low, high) for name, (low, high) in intervals.items() if math.isfinite(low)},
+        provenance=header.provenance,
     )
 
 

@@ -21,14 +21,11 @@ import polars as pl
 import simlab
 from simlab.cli.output import cells_from_frame, cells_to_frame, write_frame, write_whole
 from simlab.errors import InputError, RunError, SimlabWarning
-from simlab.policy import find_eviction
 from simlab.replay.groups import Group
-from simlab.trace.schema import TABLES
+from simlab.trace.provenance import folder_digest, policy_words
 from simlab.trace.store import Trace
 from simlab.types import Cell, CellNumbers
 
-_FOOTER_BYTES = 1 << 16
-"""Read of each part of a trace: a parquet file ends with its sizes, offsets and statistics."""
 _WORDS = {
     "traces": "the trace has changed",
     "cells": "the cell options have changed",
@@ -39,34 +36,13 @@ _WORDS = {
 
 def describe(traces: Sequence[Trace], cells: Sequence[Cell], train: str | None) -> dict[str, str]:
     """What makes a sweep the same sweep, as digests by name."""
+    other = Path(train or "")
     return {
-        "traces": _digest(*map(trace_digest, traces)),
-        "cells": _digest(*map(_cell_words, cells)),
-        "train": _digest(train or "", _train_digest(train)),
+        "traces": _digest(*(folder_digest(trace.path) for trace in traces)),
+        "cells": _digest(*(f"{policy_words(c)} | {c.budget.kind} {c.budget.amount!r}" for c in cells)),
+        "train": _digest(train or "", folder_digest(other) if (other / "header.json").is_file() else ""),
         "code": code_digest(),
     }
-
-
-def trace_digest(trace: Trace) -> str:
-    """Equal for the same recording, wherever it lies; reads the end of each part, not all of it."""
-    return _folder_digest(trace.path)
-
-
-def _folder_digest(folder: Path) -> str:
-    found = hashlib.sha256((folder / "header.json").read_bytes())
-    for table in TABLES:
-        for part in sorted((folder / table).glob("part-*.parquet")):
-            size = part.stat().st_size
-            with part.open("rb") as file:
-                file.seek(max(size - _FOOTER_BYTES, 0))
-                found.update(f"{table}/{part.name} {size} ".encode() + file.read())
-    return found.hexdigest()
-
-
-def _train_digest(train: str | None) -> str:
-    """Of the trace that is learned from, where it is another one."""
-    folder = Path(train or "")
-    return _folder_digest(folder) if train and (folder / "header.json").is_file() else ""
 
 
 def code_digest() -> str:
@@ -74,14 +50,6 @@ def code_digest() -> str:
     package = Path(simlab.__file__).parent
     files = sorted([*package.glob("*.py"), *(package / "replay").glob("*.py")])
     return _digest(simlab.__version__, *(file.read_text(encoding="utf-8") for file in files))
-
-
-def _cell_words(cell: Cell) -> str:
-    """A cell and the source of its policies as text."""
-    evict = find_eviction(cell.evict)
-    steps = [(s.policy.name, s.policy.source_hash, sorted(s.knobs.items())) for s in cell.route.steps]
-    keeps = (evict.name, evict.source_hash, sorted(cell.evict_knobs.items()), cell.scope, cell.sequential)
-    return repr((steps, keeps, cell.prefetch, cell.budget.kind, cell.budget.amount))
 
 
 def _digest(*words: str) -> str:

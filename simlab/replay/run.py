@@ -44,6 +44,7 @@ from simlab.replay.tally import phase_numbers
 from simlab.replay.training import load_training, prepared
 from simlab.replay.walks import Walk, acting_steps, is_looped, kind_of_walk, make_walk
 from simlab.routing import knob_values
+from simlab.trace.provenance import setting_provenance
 from simlab.trace.store import Trace, open_trace
 from simlab.types import Cell, CellNumbers, Route
 
@@ -283,6 +284,9 @@ class Replayer:
                 counters.sum(axis=0), sums.sum(axis=0), sum(tokens), sum(events), self.has_scores
             ),
             note=self._note(cell),
+            provenance=setting_provenance(
+                header, cell, self.training.identity if self.training is not None else None
+            ),
         )
 
     def _note(self, cell: Cell) -> str | None:

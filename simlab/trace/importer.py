@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from simlab.trace import arrays, bmoe_metrics, io_csv, route_csv
 from simlab.trace.facts import Facts, read_facts
 from simlab.trace.fingerprint import is_fingerprint, read_fingerprint
 from simlab.trace.json_text import parse_json
+from simlab.trace.provenance import import_provenance
 from simlab.trace.reading import read_bytes
 from simlab.trace.route_tables import trace_of_route
 from simlab.trace.routings import Routings, trace_of
@@ -55,6 +57,7 @@ def import_files(
         raise InputError(f"--out {out}: is one of the files to import; name another folder")
     check_output(out, force)
     header, frames = read_run(files, facts or {})
+    header = replace(header, provenance=import_provenance([Path(file) for file in files]))
     folder = prepare_folder(out, force)
     _write(folder, header, frames)
     return folder

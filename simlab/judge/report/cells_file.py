@@ -18,6 +18,7 @@ from simlab.cli.output import (
     KNOB_FIELDS,
     LIVE_FIELDS,
     PHASES,
+    PROVENANCE,
     READ_AHEAD,
     cells_from_frame,
     cells_schema,
@@ -28,6 +29,7 @@ from simlab.policy import builtin_policies
 from simlab.prefetch import parse_prefetch
 from simlab.trace.json_text import parse_json
 from simlab.trace.parquet_probe import probe_parquet
+from simlab.trace.provenance import read_provenance
 from simlab.trace.reading import one_line, read_bytes, shown
 from simlab.types import Cell, CellNumbers, EvictionPolicy, Route, RoutingPolicy, Step
 
@@ -164,6 +166,10 @@ def _checked(path: Path, frame: pl.DataFrame, place: Callable[[int], str]) -> pl
     for row, text in enumerate(frame[READ_AHEAD]):
         if text is not None:
             _knobs(text, f"{path}, {place(row)}, field '{READ_AHEAD}'")
+    for row, text in enumerate(frame[PROVENANCE]):
+        if text is not None:
+            where = f"{path}, {place(row)}, field '{PROVENANCE}'"
+            read_provenance(parse_json(text.encode(), where), where)
     front = [TRACE] if TRACE in frame.columns else []
     return frame.select(*front, *schema)
 

@@ -21,6 +21,7 @@ from simlab.judge.report.verdict import Chosen, sweep_choice
 from simlab.replay.curve import lru_curve
 from simlab.trace.info import trace_info
 from simlab.trace.measured import measured
+from simlab.trace.provenance import OF_TRACE, check, trace_provenance
 from simlab.trace.store import Trace, open_trace
 from simlab.types import Cell, CellNumbers, Comparison
 
@@ -54,6 +55,11 @@ def trace_report(
         return lambda share: progress(start + (end - start) * share) if progress is not None else None
 
     trace = open_trace(path)
+    wanted = trace_provenance(trace.header)
+    live = [n for pair in comparisons for n in (pair.replay, pair.live)]
+    for option, tables in (("--sweep", sweep), ("--validate", live)):
+        for found in dict.fromkeys(n.provenance for n in tables):
+            check(found, wanted, OF_TRACE, f"{option}: a setting", path, "give the table made of this trace")
     info = trace_info(path)
     chosen = sweep_choice(sweep)
     if chosen is not None and not comparisons:

@@ -31,7 +31,8 @@ from simlab.judge.scores.scoring import (
 from simlab.judge.stats import Interval, PairedOutcome, paired_outcome, wilson
 from simlab.record.engine import Engine
 from simlab.record.recorder import Recorder
-from simlab.types import Cell, CellNumbers
+from simlab.trace.provenance import text_digest
+from simlab.types import Cell, CellNumbers, Provenance
 
 N_NEW_TOKENS = 256
 STOPS = (b"\nclass ", b"\ndef ", b"\n#", b"\nif __name__", b"\nprint(")
@@ -154,16 +155,25 @@ def solve(
     run_cells(engines, cells, len(problems), run, results, keep_cache=True, warm_up=False, progress=progress)
     answered = [results.of_cell(at, len(problems)) for at in range(len(cells))]
     first = answered[0]
-    return [_completions(cell, header, problems, a, first) for cell, a in zip(cells, answered, strict=True)]
+    digest = text_digest(problems)
+    return [
+        _completions(cell, header, problems, a, first, engines.provenance(cell, digest))
+        for cell, a in zip(cells, answered, strict=True)
+    ]
 
 
 def _completions(
-    cell: Cell, header: Any, problems: Sequence[Problem], answers: list[ItemAnswer], first: list[ItemAnswer]
+    cell: Cell,
+    header: Any,
+    problems: Sequence[Problem],
+    answers: list[ItemAnswer],
+    first: list[ItemAnswer],
+    provenance: Provenance,
 ) -> Completions:
     passed = [a["passed"] for a in answers]
     pairs = list(zip(first, answers, strict=True))
     return Completions(
-        numbers=cell_numbers(cell, header, [a["counts"] for a in answers]),
+        numbers=cell_numbers(cell, header, [a["counts"] for a in answers], provenance),
         problems=[p.task_id for p in problems],
         passed=passed,
         results=[a["result"] for a in answers],
@@ -230,7 +240,7 @@ def humaneval_command(args: argparse.Namespace) -> None:
     with Engines(args.model, options) as engines:
         cells, _ = open_cells(args, engines)
         asked = fingerprint(
-            "humaneval", args.model, [list(p) for p in problems], cells, options | {"n_new": N_NEW_TOKENS}
+            "humaneval", engines, text_digest(problems), cells, options | {"n_new": N_NEW_TOKENS}
         )
         with Results(args.resume, asked) as results, Progress("humaneval") as progress:
             scores = solve(engines, cells, problems, n_new=N_NEW_TOKENS, results=results, progress=progress)
