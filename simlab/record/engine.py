@@ -35,6 +35,7 @@ from simlab.record.machine import check_top_k, cpu_name, default_threads
 from simlab.record.plan import PlannedGraph, chunks, text_graphs
 from simlab.record.reads import ReadLanes
 from simlab.record.recorder import GraphPlace, Recorder
+from simlab.record.trial import try_loading
 from simlab.replay.training import load_training
 from simlab.trace.store import TraceWriter
 from simlab.types import DECODE, PREFILL, THROW_AWAY_TURN, Cell, TraceHeader
@@ -100,6 +101,7 @@ class Engine:
         self._lanes: ReadLanes | None = None
         self._ahead_lanes: ReadLanes | None = None
         self.gguf.read_dense_ahead()
+        try_loading(self.gguf.path, self.gguf.files)
         discovery = Discovery(self.gguf.path.name)
         self._llama = Llama(
             self.gguf.path,
