@@ -167,6 +167,19 @@ class Engine:
         """Token ids of a text."""
         return self._llama.tokenize(text.encode() if isinstance(text, str) else text)
 
+    @property
+    def bos(self) -> int | None:
+        """The token that the vocabulary puts before a text, None where it puts none."""
+        return self._llama.bos
+
+    def windowed(self, tokens: Sequence[int]) -> list[int]:
+        """A text's tokens as `score` takes them: where the vocabulary adds a BOS, one at the head of every window."""
+        if self.bos is None:
+            return list(tokens)
+        body = tokens[1:] if tokens and tokens[0] == self.bos else tokens
+        starts = range(0, len(body), self.window - 1)
+        return [t for at in starts for t in (self.bos, *body[at : at + self.window - 1])]
+
     def detokenize(self, tokens: Sequence[int]) -> bytes:
         """The bytes of a token sequence."""
         return self._llama.detokenize(tokens)

@@ -98,7 +98,7 @@ def read_gguf(path: Path) -> GgufModel:
 
 
 def _shards(path: Path, count: int, index: int) -> list[Path]:
-    """The files of a split model, given the `split.count` and `split.no` of one of them; llama.cpp finds them by name."""
+    """The files of a split model, given `split.count` and `split.no` of one; llama.cpp finds them by name."""
     end = f"-{index + 1:05d}-of-{count:05d}.gguf"
     if not path.name.endswith(end):
         raise InputError(f"{path}: shard {index + 1} of {count} by its split.no; its name must end in {end}")

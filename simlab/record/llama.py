@@ -93,6 +93,9 @@ class Llama:
             raise InputError(f"{path}: llama.cpp cannot load this model: {log_error()}")
         self._vocab = llama.llama_model_get_vocab(self._model)
         self.n_vocab = llama.llama_vocab_n_tokens(self._vocab)
+        adds_bos = llama.llama_vocab_get_add_bos(self._vocab)
+        self.bos: int | None = llama.llama_vocab_bos(self._vocab) if adds_bos else None
+        """The token that the vocabulary puts before a text, if it does."""
         self.n_ctx_train = llama.llama_model_n_ctx_train(self._model)
         if self.n_ctx_train < 2:
             self.close()
@@ -158,7 +161,10 @@ class Llama:
         buffer = ctypes.create_string_buffer(256)
         for token in tokens:
             n = self._llama.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, False)
-            pieces.append(buffer.raw[: max(n, 0)])
+            if n < 0:  # the size it needs
+                buffer = ctypes.create_string_buffer(-n)
+                n = self._llama.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, False)
+            pieces.append(buffer.raw[:n])
         return b"".join(pieces)
 
     def ends_generation(self, token: int) -> bool:

@@ -73,7 +73,10 @@ def record_command(args: argparse.Namespace) -> None:
         warn_about_cells([cell], header)
         prompts = [engine.tokenize(prompt) for prompt in args.prompt or ()]
         text = Path(args.text).read_bytes() if args.text is not None else "\n".join(args.prompt).encode()
-        tokens = engine.tokenize(text)
+        whole = engine.windowed(engine.tokenize(text))
+        tokens = whole[: args.tokens]
+        if len(tokens) < len(whole):
+            text = engine.detokenize(tokens)  # what the header's hash is of
         if len(tokens) < 2 and args.text is not None:
             raise InputError(f"--text {args.text}: has {len(tokens)} tokens, at least 2 are needed")
         prepare_folder(out, args.force)
