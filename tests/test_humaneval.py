@@ -127,6 +127,10 @@ def test_a_completion_is_cut_at_the_earliest_stop():
     assert cut(b"    return 1\n\nprint(2)\nclass X:") == b"    return 1\n"
     assert cut(b"    return 1\n  # inside\n") == b"    return 1\n  # inside\n"
     assert cut(b"\n#") == b""
+    # What follows a solution at the margin: a decorated function, the end of a Markdown block, a script's own code.
+    for stop in (b"\n@cache\ndef f():", b"\n```\n", b"\nif x:\n", b"\nif __name__"):
+        assert cut(b"    return 1\n" + stop) == b"    return 1\n"
+    assert cut(b"    if a:\n    @b\n\n    ```") == b"    if a:\n    @b\n\n    ```"
 
 
 def test_code_runs_only_when_allowed(capsys):

@@ -37,6 +37,7 @@ from simlab.record.machine import check_top_k, cpu_name, default_threads
 from simlab.record.plan import PlannedGraph, chunks, text_graphs
 from simlab.record.reads import ReadLanes
 from simlab.record.recorder import GraphPlace, Recorder
+from simlab.record.trial import try_loading
 from simlab.replay.training import load_training
 from simlab.trace.provenance import run_provenance, text_digest
 from simlab.trace.store import TraceWriter
@@ -105,6 +106,7 @@ class Engine:
         self._lanes: ReadLanes | None = None
         self._ahead_lanes: ReadLanes | None = None
         self.gguf.read_dense_ahead()
+        try_loading(self.gguf.path, self.gguf.files)
         discovery = Discovery(self.gguf.path.name)
         self._llama = Llama(
             self.gguf.path,
@@ -169,6 +171,19 @@ class Engine:
     def tokenize(self, text: bytes | str) -> list[int]:
         """Token ids of a text."""
         return self._llama.tokenize(text.encode() if isinstance(text, str) else text)
+
+    @property
+    def bos(self) -> int | None:
+        """The token that the vocabulary puts before a text, None where it puts none."""
+        return self._llama.bos
+
+    def windowed(self, tokens: Sequence[int]) -> list[int]:
+        """A text's tokens as `score` takes them: where the vocabulary adds a BOS, one at the head of every window."""
+        if self.bos is None:
+            return list(tokens)
+        body = tokens[1:] if tokens and tokens[0] == self.bos else tokens
+        starts = range(0, len(body), self.window - 1)
+        return [t for at in starts for t in (self.bos, *body[at : at + self.window - 1])]
 
     def detokenize(self, tokens: Sequence[int]) -> bytes:
         """The bytes of a token sequence."""

@@ -78,8 +78,11 @@ def header_to_json(file: HeaderFile) -> str:
 def write_header(folder: Path, file: HeaderFile) -> None:
     """Write `header.json` by rename, so that a reader never sees half of one."""
     temporary = folder / "header.json.tmp"
-    temporary.write_text(header_to_json(file))
-    os.replace(temporary, folder / "header.json")
+    try:
+        temporary.write_text(header_to_json(file))
+        os.replace(temporary, folder / "header.json")
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def read_header(folder: Path) -> HeaderFile:

@@ -20,6 +20,7 @@ from typing import Any, Self
 import polars as pl
 
 from simlab.errors import InputError, RunError, SimlabWarning
+from simlab.locks import locked
 from simlab.trace.header import HeaderFile, read_header, write_header
 from simlab.trace.parts import POLARS_FAILURES, part_sha256, scan_parts
 from simlab.trace.reading import one_line
@@ -179,7 +180,7 @@ def _complete_graphs(folder: Path, frames: dict[str, pl.LazyFrame]) -> dict[str,
 
 
 def check_output(path: str | os.PathLike[str], force: bool) -> Path:
-    """Refuse an output that cannot be made: without `force` any that exists, with it all but a trace.
+    """Refuse an output that cannot be made: without `force` any that exists, with it all but a trace nobody writes.
 
     Raises:
         InputError: `path` may not be written.
@@ -195,6 +196,8 @@ def check_output(path: str | os.PathLike[str], force: bool) -> Path:
             raise InputError(f"--out {target}: is not a trace folder; --force does not remove it")
         if not _only_a_trace(target):
             raise InputError(f"--out {target}: a folder that is not a trace; --force does not remove it")
+        with locked(target, f"--out {target}"):
+            pass
     except FileNotFoundError:
         return target
     except OSError as error:  # a name too long, a folder that may not be entered
@@ -224,7 +227,8 @@ def prepare_folder(path: str | os.PathLike[str], force: bool) -> Path:
     target = check_output(path, force)
     if target.exists():
         try:
-            shutil.rmtree(target)
+            with locked(target, f"--out {target}"):
+                shutil.rmtree(target)
         except OSError as error:
             raise RunError(f"--out {target}: cannot be replaced: {error.strerror}") from error
     return target
@@ -233,6 +237,7 @@ def prepare_folder(path: str | os.PathLike[str], force: bool) -> Path:
 class TraceWriter:
     """Writes a trace part by part. Use as a context manager; `close` marks the trace complete.
 
+    The folder is locked until then, so that no other command replaces or writes it meanwhile.
     `add` takes column arrays of equal length; a flush renames whole parts into place, the tokens table
     last, so that whatever is visible of the other tables is complete up to the last token seen.
     """
@@ -245,21 +250,22 @@ class TraceWriter:
         self._rows: dict[str, int] = dict.fromkeys(TABLES, 0)
         self._parts = 0
         self._sha256: dict[str, str] = {}
+        self._lock = contextlib.ExitStack()
         self._guard(self._create, "nothing was written")
 
     def _create(self) -> None:
         """Make the folder; on failure, leave nothing of it behind, so that another try finds the way clear."""
-        if (self.folder / "header.json").exists():
-            raise InputError(f"{self.folder}: holds a trace already; remove it or write elsewhere")
         folders = [self.folder / table for table in TABLES]
         new = [f for f in (*folders, self.folder, *self.folder.parents) if not f.exists()]
         try:
             for folder in folders:
                 folder.mkdir(parents=True, exist_ok=True)
+            self._lock.enter_context(locked(self.folder, str(self.folder)))
+            if (self.folder / "header.json").exists():
+                raise InputError(f"{self.folder}: holds a trace already; remove it or write elsewhere")
             write_header(self.folder, HeaderFile(self.header, None, self.width, {}))
         except BaseException:
-            with contextlib.suppress(OSError):
-                (self.folder / "header.json.tmp").unlink(missing_ok=True)
+            self._lock.close()
             for folder in new:  # the deepest first, and only if empty
                 with contextlib.suppress(OSError):
                     folder.rmdir()
@@ -307,11 +313,12 @@ class TraceWriter:
         self._parts += wrote
 
     def close(self) -> None:
-        """Flush and mark the trace complete."""
-        self.flush()
-        complete = dataclasses.replace(self.header, complete=True)
-        file = HeaderFile(complete, self._rows, self.width, self._sha256)
-        self._guard(lambda: write_header(self.folder, file))
+        """Flush, mark the trace complete and give the folder free."""
+        with self._lock:
+            self.flush()
+            complete = dataclasses.replace(self.header, complete=True)
+            file = HeaderFile(complete, self._rows, self.width, self._sha256)
+            self._guard(lambda: write_header(self.folder, file))
 
     def __enter__(self) -> Self:
         return self
@@ -321,4 +328,5 @@ class TraceWriter:
             self.close()
         else:
             # The run failed; keep what is whole, and leave the header saying that it did not finish.
-            self.flush()
+            with self._lock:
+                self.flush()

@@ -63,7 +63,7 @@ def read_texts(
             name = Path(path).stem + (f"-{i + 1}" if n > 1 else "")
             if name in texts:
                 raise InputError(f"--text {path}: another text is called {name} too; rename one")
-            texts[name] = Text(name, ids[start : start + n_tokens])
+            texts[name] = Text(name, engines.get().windowed(ids[start : start + n_tokens])[:n_tokens])
     return list(texts.values())
 
 
@@ -95,7 +95,8 @@ class RunStore:
         What the later tokens have in common with the first run is all that matters of them, so how far two such runs
         are apart is chance, and no replay can be told to be closer than that to one of them.
         """
-        changed = [text._replace(tokens=[_another(text.tokens), *text.tokens[1:]]) for text in texts]
+        head = 0 if self.engines.get().bos is None else 1
+        changed = [text._replace(tokens=_another(text.tokens, head)) for text in texts]
         return self._run(changed, cells, self._record_text, progress, "again")
 
     def _record_text(self, text: Text, cell: Cell, out: Path, tick: Tick) -> None:
@@ -185,6 +186,7 @@ def _tokens(text: Text, how: str, engine: Engine) -> list[list[int]]:
     return [prompt, [min(len(text.tokens), engine.n_ctx) - len(prompt)]]
 
 
-def _another(tokens: Sequence[int]) -> int:
-    """The first token of a text that is not its first; of a text of one token over and over that token."""
-    return next((token for token in tokens if token != tokens[0]), tokens[0])
+def _another(tokens: Sequence[int], at: int) -> list[int]:
+    """A text with the next token of it that is another at place `at`; of a text of one token over and over, itself."""
+    other = next((token for token in tokens[at:] if token != tokens[at]), tokens[at])
+    return [*tokens[:at], other, *tokens[at + 1 :]]

@@ -35,7 +35,11 @@ from simlab.trace.provenance import text_digest
 from simlab.types import Cell, CellNumbers, Provenance
 
 N_NEW_TOKENS = 256
-STOPS = (b"\nclass ", b"\ndef ", b"\n#", b"\nif __name__", b"\nprint(")
+STOPS = (b"\nclass ", b"\ndef ", b"\n#", b"\nif ", b"\nprint(", b"\n@", b"\n```")
+
+
+_RULES = {"n_new": N_NEW_TOKENS, "stops": [stop.decode() for stop in STOPS]}
+"""What results of a completion depend on, besides engine and cells: `--resume` compares it."""
 
 
 class Problem(NamedTuple):
@@ -239,9 +243,7 @@ def humaneval_command(args: argparse.Namespace) -> None:
     options = engine_options(args)
     with Engines(args.model, options) as engines:
         cells, _ = open_cells(args, engines)
-        asked = fingerprint(
-            "humaneval", engines, text_digest(problems), cells, options | {"n_new": N_NEW_TOKENS}
-        )
+        asked = fingerprint("humaneval", engines, text_digest(problems), cells, options | _RULES)
         with Results(args.resume, asked) as results, Progress("humaneval") as progress:
             scores = solve(engines, cells, problems, n_new=N_NEW_TOKENS, results=results, progress=progress)
     print_json([to_json(s) for s in scores]) if args.json else print(completion_table(scores))

@@ -223,7 +223,7 @@ def read_texts(paths: Sequence[str], engine: Engine) -> list[Text]:
         if paths.count(path) > 1:
             raise InputError(f"--text {path}: is named twice")
         try:
-            texts.append(Text(path, engine.tokenize(Path(path).read_bytes())))
+            texts.append(Text(path, engine.windowed(engine.tokenize(Path(path).read_bytes()))))
         except OSError as error:
             raise InputError(f"--text {path}: {error.strerror}") from error
     return texts
