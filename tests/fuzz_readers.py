@@ -37,7 +37,8 @@ from simlab.trace import header as header_module
 from simlab.trace.importer import import_files, read_run
 from simlab.trace.info import trace_info
 from simlab.trace.schema import table_schema
-from simlab.trace.store import Trace, _check_routing, open_trace
+from simlab.trace.store import Trace, open_trace
+from simlab.trace.whole import check_routing
 from simlab.types import TraceHeader
 
 ON_DISK_EVERY = 200
@@ -95,7 +96,7 @@ def _in_memory(folder: Path, header: TraceHeader, frames: dict[str, pl.DataFrame
         frame = frames.get(table, pl.DataFrame(schema=schema))
         missing = [pl.lit(None, dtype=t).alias(n) for n, t in schema.items() if n not in frame.columns]
         tables[table] = frame.with_columns(missing).select(list(schema)).lazy()
-    _check_routing(folder, again, tables["routing"])
+    check_routing(folder, again, tables["routing"])
     return Trace(folder, again, width, frames["routing"].height, **tables)
 
 

@@ -97,7 +97,7 @@ def original_header() -> bytes:
         "score_space": "prob",
         "weight_rule": {"softmax_over_selected": False, "normalise": True, "clamp_min": 0.0, "scale": 1.0},
         "entry_bytes": by_layer, "window_bytes": {layer: [4096] * 8 for layer in by_layer}, "dense_bytes": by_layer,
-        "budget_bytes": 4000, "budget": "12/layer", "route": "substitute", "knobs": {"L": 0.15}, "evict": "lru",
+        "budget_bytes": 36000, "budget": "12/layer", "route": "substitute", "knobs": {"L": 0.15}, "evict": "lru",
         "evict_knobs": {"a": 0.5}, "scope": "global", "policy_source_hash": "0", "io_mode": "direct",
         "engine": "simlab", "engine_version": "1", "cpu": "x", "text_hash": "0", "created": "2026-01-01",
         "schema_version": 1, "complete": True, "rows": {"routing": 19, "reads": 0, "tokens": 5}, "routing_width": 2,

@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from simlab.bounds import available_memory_bytes
 from simlab.cli.options import add_json
 from simlab.cli.output import print_json
 from simlab.errors import SimlabError
@@ -165,17 +166,6 @@ def _has_engine() -> bool:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def available_memory_bytes() -> int | None:
-    """Memory a new process can have without swapping; None where the system does not say."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
 
 
 def direct_reads(folder: Path) -> str:

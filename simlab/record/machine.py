@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from simlab import bounds
 from simlab.cells import MIB
 from simlab.errors import InputError, RunError
 from simlab.record.gguf import GgufModel
@@ -44,11 +45,11 @@ def auto_budget(header: TraceHeader, dense_bytes: int) -> ResolvedBudget:
 
 
 def available_memory_bytes() -> int:
-    """MemAvailable of /proc/meminfo."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise RunError("/proc/meminfo names no MemAvailable; give --budget")
+    """Memory that is free to take."""
+    available = bounds.available_memory_bytes()
+    if available is None:
+        raise RunError("/proc/meminfo names no MemAvailable; give --budget")
+    return available
 
 
 def cpu_name() -> str | None:

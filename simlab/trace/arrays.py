@@ -16,11 +16,12 @@ import warnings
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from simlab.bounds import require_memory
 from simlab.errors import InputError, SimlabWarning
 from simlab.trace.facts import Facts
 from simlab.trace.reading import one_line, read_bytes, shown
@@ -47,6 +48,8 @@ PER_TOKEN = ("turn", "phase", "step", "graph", "token")
 _ZIP, NPY = b"PK\x03\x04", b"\x93NUMPY"
 _MOST_DEFLATED = 1040
 """Deflate makes at most 1,032 bytes of one."""
+_VALUE_BYTES = 25
+"""Memory of a value at the most that is held of one at once, from the file to the rows of a trace; measured."""
 _MOST_AXES, _LONGEST = 32, (1 << 63) - 1
 """What every NumPy can hold."""
 
@@ -128,12 +131,13 @@ def pick_names(
 
 
 def _open(path: Path) -> dict[str, Load]:
-    data = read_bytes(path)
-    if data.startswith(NPY):
-        return {_stem(path): lambda: _parse_npy(path, data, cut_is_told=True)}
-    if data.startswith((_ZIP, b"PK\x05\x06")):
-        return _open_npz(path, data)
-    if is_safetensors(path, data[:16]):
+    head = read_bytes(path, 16)
+    if head.startswith(NPY):
+        data = read_bytes(path)
+        return {_stem(path): lambda: _parse_npy(path, io.BytesIO(data), len(data), cut_is_told=True)}
+    if head.startswith((_ZIP, b"PK\x05\x06")):
+        return _open_npz(path, read_bytes(path))
+    if is_safetensors(path, head):
         return _open_safetensors(path)
     raise InputError(f"{path}: begins like no npz, npy or safetensors file; is it cut, or of another kind?")
 
@@ -159,11 +163,15 @@ def _open_npz(path: Path, data: bytes) -> dict[str, Load]:
                 raise InputError(
                     f"{path}, array '{name}': claims {info.file_size} bytes, which it cannot hold"
                 )
+            require_memory(2 * info.file_size, f"{path}, array '{name}': {info.file_size} bytes", len(data))
             try:
-                content = archive.read(info)
+                with archive.open(info) as member:
+                    where = f", array '{name.removesuffix('.npy')}'"
+                    return _parse_npy(path, member, info.file_size, where, on_disk=len(data))
+            except InputError:
+                raise
             except Exception as error:
                 raise InputError(f"{path}, array '{name}': cannot be read: {one_line(error)}") from error
-            return _parse_npy(path, content, f", array '{name.removesuffix('.npy')}'")
 
         return read
 
@@ -183,7 +191,11 @@ def _open_safetensors(path: Path) -> dict[str, Load]:
         def read() -> NDArray[Any]:
             try:
                 with safetensors.safe_open(str(path), framework="numpy") as file:
+                    n_values = math.prod(file.get_slice(name).get_shape())
+                    _require_room(path, f", array '{name}'", n_values)
                     return file.get_tensor(name)
+            except InputError:
+                raise
             except Exception as error:
                 raise InputError(f"{path}, array '{name}': cannot be read: {one_line(error)}") from error
 
@@ -197,9 +209,20 @@ def _open_safetensors(path: Path) -> dict[str, Load]:
     return {name: load(name) for name in names}
 
 
-def _parse_npy(path: Path, data: bytes, where: str = "", cut_is_told: bool = False) -> NDArray[Any]:
-    """An array of a npy file's bytes; one that ends early keeps its whole tokens where `cut_is_told`."""
-    file = io.BytesIO(data)
+def _require_room(path: Path, where: str, n_values: int, on_disk: int | None = None) -> None:
+    require_memory(n_values * _VALUE_BYTES, f"{path}{where}: {n_values} values", on_disk)
+
+
+def _parse_npy(
+    path: Path,
+    file: IO[bytes],
+    size: int,
+    where: str = "",
+    *,
+    cut_is_told: bool = False,
+    on_disk: int | None = None,
+) -> NDArray[Any]:
+    """An array of a npy file of `size` bytes; one that ends early keeps its whole tokens where `cut_is_told`."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of headers as Python 2 wrote them, which read well
@@ -223,7 +246,9 @@ def _parse_npy(path: Path, data: bytes, where: str = "", cut_is_told: bool = Fal
     impossible = InputError(f"{path}{where}: shape {shown(list(shape))} is impossible")
     if len(shape) > _MOST_AXES or any(isinstance(n, bool) or not 0 <= n <= _LONGEST for n in shape):
         raise impossible
-    held = len(data) - file.tell()
+    _require_room(path, where, min(math.prod(shape), size // dtype.itemsize), on_disk)
+    content = file.read()
+    held = len(content)
     needed = math.prod(shape) * dtype.itemsize
     if held < needed:
         per_token = needed // shape[0] if shape else 0
@@ -233,7 +258,7 @@ def _parse_npy(path: Path, data: bytes, where: str = "", cut_is_told: bool = Fal
         text = f"{path}{where}: cut short at its end; using its {whole} complete tokens of {shape[0]}"
         warnings.warn(text, SimlabWarning, stacklevel=2)
         shape = (whole, *shape[1:])
-    flat = np.frombuffer(data, dtype, math.prod(shape), file.tell())
+    flat = np.frombuffer(content, dtype, math.prod(shape))
     try:
         return flat.reshape(shape, order="F" if fortran else "C")
     except ValueError:  # nothing in it, but axes that NumPy cannot multiply

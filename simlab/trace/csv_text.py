@@ -18,6 +18,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from simlab.bounds import require_memory
 from simlab.errors import InputError
 from simlab.trace.reading import read_bytes
 
@@ -27,6 +28,13 @@ EXACT = 1 << 53
 """Largest time in ns and size in bytes of one measurement: whole in float64, and sums of many fit int64."""
 MAX_EXPERT, MAX_LAYER = 65_535, (1 << 15) - 1
 MAX_ENTRY_BYTES = (1 << 40) - 1
+
+_MOST_COLUMNS = 10_000
+"""Of a column of its own for every score and more; tables here have a dozen."""
+_FIELD_BYTES = 54
+"""Memory of a field at the most that is held of one at once, from text to the rows of a trace; measured."""
+_PACKED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\x78\x01", b"\x78\x9c", b"\x78\xda")
+"""How gzip, zstd and zlib begin; polars would unpack them, whatever size they come to."""
 
 _COMMENT = re.compile(rb"(?m)^#[^\n]*")
 _INDEX = "\0row"
@@ -197,6 +205,7 @@ def read_csv_text(path: Path) -> CsvText:
         return CsvText(path, comments, 0, (), pl.DataFrame(schema={_INDEX: pl.UInt32}), tail)
     heading_line, heading = found
     _refuse_open_quote(path, data, body)
+    _require_room(path, heading_line, heading.count(b",") + 1, body.count(b",") + body.count(b"\n"))
     try:
         frame = pl.read_csv(body + b"\n", infer_schema=False, comment_prefix="#")
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
@@ -223,7 +232,9 @@ def read_csv_text(path: Path) -> CsvText:
 
 
 def _read(path: Path) -> bytes:
-    data = read_bytes(path)
+    data = read_bytes(path, times=4, lines=True)
+    if data.startswith(_PACKED):
+        raise InputError(f"{path}: compressed; unpack it first")
     data = data.removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n")
     place = data.find(b"\0")
     if place >= 0:
@@ -237,6 +248,14 @@ def _read(path: Path) -> bytes:
             f"{path}, line {_line_at(data, place)}, field {field}: a carriage return without a newline after it"
         )
     return data
+
+
+def _require_room(path: Path, heading_line: int, n_columns: int, n_fields: int) -> None:
+    if n_columns > _MOST_COLUMNS:
+        raise InputError(
+            f"{path}, line {heading_line}: {n_columns} columns; a table has at most {_MOST_COLUMNS}"
+        )
+    require_memory(n_fields * _FIELD_BYTES, f"{path}: {n_fields} fields")
 
 
 def _line_at(data: bytes, place: int) -> int:

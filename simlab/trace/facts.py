@@ -20,8 +20,8 @@ from typing import Any, cast
 
 from simlab.errors import InputError
 from simlab.trace.csv_text import EXACT, INT32, MAX_ENTRY_BYTES, MAX_EXPERT, MAX_LAYER
-from simlab.trace.json_text import parse_json
-from simlab.trace.reading import read_bytes, shown
+from simlab.trace.json_text import read_json
+from simlab.trace.reading import shown
 from simlab.types import Gating, ScoreSpace, WeightRule
 
 FIELDS = (
@@ -100,7 +100,7 @@ def read_facts(sidecar: Path | None, options: Mapping[str, Any]) -> Facts:
     checked: dict[str, Any] = {}
     said: dict[str, str] = {}
     if sidecar is not None:
-        fields = parse_json(read_bytes(sidecar), str(sidecar))
+        fields = read_json(sidecar)
         if not isinstance(fields, dict):
             raise InputError(f"{sidecar}: not a JSON object of model facts")
         for name, value in fields.items():

@@ -7,6 +7,7 @@ the range of those that are not legal everywhere. Fields nobody knows are left a
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import re
@@ -16,10 +17,11 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from simlab.cells import parse_budget, resolve_budget
 from simlab.errors import InputError
 from simlab.trace.csv_text import EXACT, MAX_ENTRY_BYTES, MAX_EXPERT, MAX_LAYER
-from simlab.trace.json_text import parse_json
-from simlab.trace.reading import read_bytes, shown
+from simlab.trace.json_text import read_json
+from simlab.trace.reading import check_inside, shown
 from simlab.trace.schema import SCHEMA_VERSION, TABLES
 from simlab.types import TraceHeader
 
@@ -29,6 +31,7 @@ _REQUIRED = (
     *(f.name for f in dataclasses.fields(TraceHeader) if f.default is f.default_factory is _MISSING),
 )
 _LAYER = re.compile(r"0|[1-9][0-9]{0,8}")
+_PART = re.compile(rf"(?:{'|'.join(TABLES)})/part-[0-9]+\.parquet")
 _BY_LAYER = ("entry_bytes", "window_bytes", "dense_bytes")
 _INT64 = (1 << 63) - 1
 _FLOAT32 = 3.4e38
@@ -61,6 +64,8 @@ class HeaderFile:
     """Slots per routing row (`routing_width`)."""
     part_sha256: Mapping[str, str]
     """SHA-256 of each part, by "table/part"; empty while the recording goes on, or from a tool that writes none."""
+    as_written: bool = True
+    """Whether the fields have the `header_sha256` that was written with them, or none was."""
 
 
 def header_to_json(file: HeaderFile) -> str:
@@ -72,7 +77,14 @@ def header_to_json(file: HeaderFile) -> str:
     fields["rows"] = dict(file.rows) if file.rows is not None else None
     fields["routing_width"] = file.width
     fields["part_sha256"] = dict(file.part_sha256)
+    fields["header_sha256"] = _sha256(fields)
     return json.dumps(fields, indent=1) + "\n"
+
+
+def _sha256(fields: Mapping[str, Any]) -> str:
+    """Of all fields but `header_sha256`, whatever their order and the file's layout."""
+    rest = {name: value for name, value in fields.items() if name != "header_sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def write_header(folder: Path, file: HeaderFile) -> None:
@@ -97,9 +109,10 @@ def read_header(folder: Path) -> HeaderFile:
             raise InputError(f"{folder}: no such trace")
         if not path.is_file():
             raise InputError(f"{folder}: not a trace, it holds no header.json")
+        check_inside(folder, path)
     except OSError as error:  # a name too long, a folder that may not be entered
         raise InputError(f"{folder}: cannot be read: {error.strerror}") from error
-    fields = parse_json(read_bytes(path), str(path), nan=False)
+    fields = read_json(path, nan=False)
     if not isinstance(fields, dict):
         raise InputError(f"{path}: not a JSON object")
     for name in _REQUIRED:
@@ -112,9 +125,11 @@ def read_header(folder: Path) -> HeaderFile:
             "record or import again"
         )
     try:
-        return _parse(fields)
+        file = _parse(fields)
     except _WrongField as error:
         raise InputError(f"{path}: {error}") from error
+    written = fields.get("header_sha256")
+    return file if written is None else dataclasses.replace(file, as_written=written == _sha256(fields))
 
 
 def _parse(fields: dict[str, Any]) -> HeaderFile:
@@ -145,7 +160,40 @@ def _parse(fields: dict[str, Any]) -> HeaderFile:
     if header.expert_bytes > _INT64 >> 2:
         raise _WrongField(f"field 'entry_bytes': {header.expert_bytes} in all, must be below 2^61")
     sha256: dict[str, str] | None = _read("part_sha256", fields.get("part_sha256"), dict[str, str] | None)
+    for name in sha256 or {}:
+        if not _PART.fullmatch(name):
+            raise _WrongField(f"field 'part_sha256': {shown(name)} is no part of a table")
+    _check_agreement(header, width)
     return HeaderFile(header, rows, width, sha256 or {})
+
+
+def _check_agreement(header: TraceHeader, width: int) -> None:
+    """Refuse fields that contradict each other: slots per row, and the budget in words and in bytes."""
+    k: int | None = header.n_expert_used
+    steps = (header.route or "?").split("+")
+    if "top_k" in steps:
+        k = int(header.knobs.get("top_k.k", header.knobs.get("k", k)))
+    elif header.route is None or any("@" in step for step in steps):
+        k = None  # a policy nobody knows may have changed the width
+    if k not in (None, width):
+        raise _WrongField(
+            f"field 'n_expert_used': {k} experts per token under route {header.route}, but the routing table has "
+            f"{width} slots per row (routing_width)"
+        )
+    if header.budget is None or header.budget_bytes is None:
+        return
+    try:
+        budget = parse_budget(header.budget)
+        if budget.kind == "cycles" and k is None:
+            return
+        found = resolve_budget(budget, header.scope or "global", header, k or header.n_expert_used)
+    except InputError as error:
+        raise _WrongField(f"field 'budget': {error}") from error
+    if found.total_bytes != header.budget_bytes:
+        raise _WrongField(
+            f"field 'budget': {header.budget} comes to {found.total_bytes} bytes for this model, but budget_bytes "
+            f"is {header.budget_bytes}"
+        )
 
 
 def _read(name: str, value: Any, kind: Any) -> Any:

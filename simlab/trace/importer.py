@@ -20,7 +20,7 @@ from simlab.errors import InputError
 from simlab.trace import arrays, bmoe_metrics, io_csv, route_csv
 from simlab.trace.facts import Facts, read_facts
 from simlab.trace.fingerprint import is_fingerprint, read_fingerprint
-from simlab.trace.json_text import parse_json
+from simlab.trace.json_text import JSON_TIMES, parse_json, read_json
 from simlab.trace.provenance import import_provenance
 from simlab.trace.reading import read_bytes
 from simlab.trace.route_tables import trace_of_route
@@ -150,9 +150,9 @@ def _heading(head: bytes) -> list[str]:
 
 def _json_kind(path: Path) -> str:
     """JSON text: routings of a fingerprint, model facts, or a table of one object per line."""
-    data = read_bytes(path)
     if path.suffix in (".jsonl", ".ndjson"):
         return "JSONL table"
+    data = read_bytes(path, times=JSON_TIMES)
     try:
         content = parse_json(data, str(path))
     except InputError:
@@ -174,7 +174,7 @@ def _json_kind(path: Path) -> str:
 
 
 def _read_fingerprint(paths: Sequence[Path], facts: Facts) -> Routings:
-    return read_fingerprint(paths[0], parse_json(read_bytes(paths[0]), str(paths[0])), facts)
+    return read_fingerprint(paths[0], read_json(paths[0]), facts)
 
 
 _READERS = {

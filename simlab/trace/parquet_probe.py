@@ -16,20 +16,45 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from simlab.bounds import require_memory
 from simlab.errors import RunError
 
+_FIRST_ROWS = 64
+_FOOTER_TIMES = 30
+"""Memory of a schema over its bytes in the file."""
 _START = "from simlab.trace.parquet_probe import serve; serve()"
 _child: subprocess.Popen[bytes] | None = None
 
 
-def probe_parquet(path: Path, columns: Sequence[str] | None) -> str | None:
+def probe_parquet(path: Path, columns: Sequence[str] | None, times: int = 1) -> str | None:
     """Why polars cannot read these columns of a file (None: its schema); None if it can.
 
+    Args:
+        times: memory that the caller comes to per byte of the columns, a value of which takes eight at least.
+
     Raises:
+        InputError: they are too large, going by the number of rows and the first of them.
         RunError: the child did not start.
     """
-    request = {"path": str(path.absolute()), "columns": None if columns is None else list(columns)}
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) >= 8:
+            file.seek(-8, os.SEEK_END)
+            footer = int.from_bytes(file.read(4), "little")
+            footer = min(footer, file.tell())
+            require_memory(footer * _FOOTER_TIMES, f"{path}: {footer} bytes that describe its columns")
+    if columns is not None:
+        found = _ask(path, columns, "size")
+        if isinstance(found, str):
+            return found
+        require_memory(found["bytes"] * times, f"{path}: {found['rows']} rows", path.stat().st_size)
+    return _ask(path, columns, "read")
+
+
+def _ask(path: Path, columns: Sequence[str] | None, what: str) -> Any:
+    """The child's answer: None, a dict of sizes, or in words why the file cannot be read."""
+    request = {"path": str(path.absolute()), "columns": columns and list(columns), "what": what}
     try:
         child = _running_child(path)
         assert child.stdin is not None
@@ -101,10 +126,16 @@ def serve() -> None:
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        answer: str | None = None
+        answer: Any = None
         try:
             if request["columns"] is None:
                 pl.read_parquet_schema(request["path"])
+            elif request["what"] == "size":
+                rows = pl.scan_parquet(request["path"], glob=False).select(request["columns"])
+                n, first = rows.select(pl.len()).collect().item(), rows.head(_FIRST_ROWS).collect()
+                values = sum(len(c.explode() if c.dtype.is_nested() else c) for c in first)
+                size = max(first.estimated_size(), 8 * values)
+                answer = {"rows": n, "bytes": n * size // max(first.height, 1)}
             else:
                 pl.read_parquet(request["path"], columns=request["columns"])
         except (Exception, pl.exceptions.PanicException) as error:  # a panic is no Exception

@@ -15,7 +15,7 @@ import polars as pl
 
 from simlab.errors import InputError
 from simlab.trace.parquet_probe import probe_parquet
-from simlab.trace.reading import one_line
+from simlab.trace.reading import check_inside, one_line
 
 POLARS_FAILURES = (Exception, pl.exceptions.PanicException)
 """What polars raises on a damaged file; a panic of its parquet reader is no Exception."""
@@ -31,6 +31,18 @@ def part_sha256(part: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def collect(folder: Path, table: str, frame: pl.LazyFrame) -> pl.DataFrame:
+    """Run a query on a table.
+
+    Raises:
+        InputError: a part of the table cannot be read.
+    """
+    try:
+        return frame.collect()
+    except POLARS_FAILURES as error:
+        raise InputError(f"{folder}/{table}: cannot be read: {one_line(error)}") from error
+
+
 def scan_parts(
     folder: Path, table: str, schema: Mapping[str, pl.DataType], recorded: Mapping[str, str]
 ) -> tuple[pl.LazyFrame, list[Path]]:
@@ -39,9 +51,15 @@ def scan_parts(
     `recorded` maps "table/part" to a SHA-256; parts that it does not list are as good as any.
 
     Raises:
-        InputError: a part cannot be read, or has not the columns of `schema`.
+        InputError: a part is missing, leads out of the trace, cannot be read, or has not the columns of `schema`.
     """
     parts = sorted((folder / table).glob("part-*.parquet"))
+    names = {f"{table}/{part.name}" for part in parts}
+    for name in sorted(recorded):
+        if name.startswith(f"{table}/") and name not in names:
+            raise InputError(f"{folder}/{name}: is missing, though header.json lists it; copy the trace again")
+    for part in parts:
+        check_inside(folder, part)
     if not parts:
         return pl.LazyFrame(schema=dict(schema)), []
     changed = []
@@ -80,7 +98,7 @@ def _check_part(part: Path, schema: Mapping[str, pl.DataType], as_recorded: bool
 
 
 def _probe(part: Path, columns: list[str] | None) -> None:
-    problem = probe_parquet(part, columns)
+    problem = probe_parquet(part, columns, times=2)
     if problem is not None:
         raise _unreadable(part, problem)
 

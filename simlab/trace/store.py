@@ -22,10 +22,11 @@ import polars as pl
 from simlab.errors import InputError, RunError, SimlabWarning
 from simlab.locks import locked
 from simlab.trace.header import HeaderFile, read_header, write_header
-from simlab.trace.parts import POLARS_FAILURES, part_sha256, scan_parts
+from simlab.trace.parts import collect, part_sha256, scan_parts
 from simlab.trace.reading import one_line
 from simlab.trace.schema import TABLES, table_schema
-from simlab.types import DECODE, PREFILL, TraceHeader
+from simlab.trace.whole import check_routing, complete_graphs
+from simlab.types import TraceHeader
 
 BLOCK_ROWS = 4096
 """Rows of a row group, and what a replay decodes at once."""
@@ -81,34 +82,34 @@ class Trace:
         Raises:
             InputError: a part of the table cannot be read.
         """
-        return _collect(self.path, table, frame)
+        return collect(self.path, table, frame)
 
 
 def open_trace(path: str | os.PathLike[str]) -> Trace:
     """Open a trace folder.
 
     Raises:
-        InputError: no such folder, a header this version cannot read, a table whose rows differ from the
-            header's count, or rows out of order, of no known place, or of a layer whose entry bytes are
-            unknown.
+        InputError: no such folder, a header this version cannot read or that contradicts itself or the tables, a
+            part that is missing or is a link to somewhere else, a table whose rows differ from the header's count, or
+            rows out of order, of no known place, or of a layer whose entry bytes are unknown.
     """
     folder = Path(path)
     file = read_header(folder)
     header, width = file.header, file.width
     frames: dict[str, pl.LazyFrame] = {}
-    changed: list[Path] = []
+    changed = [] if file.as_written else [folder / "header.json"]
     for table in TABLES:
         schema = table_schema(table, header.n_expert, width)
         frames[table], others = scan_parts(folder, table, schema, file.part_sha256)
         changed += others
     if file.rows is None:
-        frames = _complete_graphs(folder, frames)
+        frames = complete_graphs(folder, frames)
     else:
         for table, frame in frames.items():
             found = _count(folder, table, frame)
             if found != file.rows[table]:
                 raise InputError(f"{folder}/{table}: {found} rows, header.json promises {file.rows[table]}")
-    _check_routing(folder, header, frames["routing"])
+    check_routing(folder, header, frames["routing"])
     trace = Trace(folder, header, width, _count(folder, "routing", frames["routing"]), **frames)
     if changed:
         _warn_of_changes(changed)
@@ -117,66 +118,17 @@ def open_trace(path: str | os.PathLike[str]) -> Trace:
 
 def _warn_of_changes(changed: list[Path]) -> None:
     others = f" (and {len(changed) - 1} other parts)" if len(changed) > 1 else ""
+    field = "header_sha256" if changed[0].name == "header.json" else "part_sha256 in header.json"
     warnings.warn(
-        f"{changed[0]}{others}: not what was recorded, its part_sha256 in header.json differs; if nobody edited it, "
-        "it is damaged: copy the trace again",
+        f"{changed[0]}{others}: not what was recorded, its {field} differs; if nobody edited it, it is damaged: "
+        "copy the trace again",
         SimlabWarning,
         stacklevel=3,
     )
-
-
-def _check_routing(folder: Path, header: TraceHeader, routing: pl.LazyFrame) -> None:
-    """Refuse rows that a replay would walk in the wrong order or at no place. Reads three columns."""
-    known = ("graph", "layer", "turn", "phase", "step")
-    falls = pl.col("graph").diff() < 0
-    found = _collect(
-        folder,
-        "routing",
-        routing.select(
-            *(pl.col(name).null_count().alias(f"no {name}") for name in known),
-            pl.col("phase").is_between(PREFILL, DECODE).all().alias("phases"),
-            falls.any().alias("falls"),
-            falls.arg_max().alias("row"),
-            pl.col("layer").unique().sort().implode().alias("layers"),
-        ),
-    ).row(0, named=True)
-    for name in known:
-        if found[f"no {name}"]:
-            raise InputError(f"{folder}/routing: column '{name}': {found[f'no {name}']} rows have none")
-    if not found["phases"]:
-        raise InputError(f"{folder}/routing: column 'phase': neither {PREFILL} nor {DECODE} in some rows")
-    if found["falls"]:
-        raise InputError(
-            f"{folder}/routing: column 'graph' goes down at row {found['row']}; its parts are out of order"
-        )
-    for layer in found["layers"]:
-        if layer not in header.entry_bytes:
-            raise InputError(
-                f"{folder}/header.json: entry_bytes has no layer {layer}, which the routing table has"
-            )
-
-
-def _collect(folder: Path, table: str, frame: pl.LazyFrame) -> pl.DataFrame:
-    try:
-        return frame.collect()
-    except POLARS_FAILURES as error:
-        raise InputError(f"{folder}/{table}: cannot be read: {one_line(error)}") from error
 
 
 def _count(folder: Path, table: str, frame: pl.LazyFrame) -> int:
-    return _collect(folder, table, frame.select(pl.len())).item()
-
-
-def _complete_graphs(folder: Path, frames: dict[str, pl.LazyFrame]) -> dict[str, pl.LazyFrame]:
-    """Cut every table after the last graph that the tokens table, written last, has."""
-    last = _collect(folder, "tokens", frames["tokens"].select(pl.col("graph").max())).item()
-    last = -1 if last is None else last
-    warnings.warn(
-        f"{folder}: the recording did not finish; using its {last + 1} complete graphs",
-        SimlabWarning,
-        stacklevel=3,
-    )
-    return {table: frame.filter(pl.col("graph") <= last) for table, frame in frames.items()}
+    return collect(folder, table, frame.select(pl.len())).item()
 
 
 def check_output(path: str | os.PathLike[str], force: bool) -> Path:

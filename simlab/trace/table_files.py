@@ -17,11 +17,13 @@ from numpy.typing import NDArray
 from simlab.errors import InputError
 from simlab.trace.csv_text import read_csv_text
 from simlab.trace.facts import Facts
-from simlab.trace.json_text import parse_json
+from simlab.trace.json_text import JSON_TIMES, parse_json
 from simlab.trace.parquet_probe import probe_parquet
 from simlab.trace.reading import read_bytes, shown
 from simlab.trace.tables import MAY_BE_LISTS, WHOLE, Column, Table, pick_columns
 
+_PARQUET_TIMES = 5
+"""Memory over eight bytes a value, from a parquet table to the rows of a trace; measured."""
 _FLOAT32 = float(np.finfo(np.float32).max)
 _LIST_MARKS = r"[\[\](),;\s]+"
 _WHOLE_WORD = r"^[+-]?[0-9]+$"
@@ -88,7 +90,7 @@ def read_parquet_table(path: Path, facts: Facts) -> Table:
         return f"{path}, row {row}, column '{field}'"
 
     def refuse_unreadable(columns: list[str] | None) -> None:
-        problem = probe_parquet(path, columns)
+        problem = probe_parquet(path, columns, _PARQUET_TIMES)
         if problem is not None:
             raise InputError(f"{path}: not a readable parquet file: {problem}")
 
@@ -129,7 +131,7 @@ def read_json_lines(path: Path, facts: Facts) -> Table:
     Raises:
         InputError: a line is not a JSON object, or a value in it cannot be used.
     """
-    data = read_bytes(path)
+    data = read_bytes(path, times=JSON_TIMES, lines=True)
     numbers: list[int] = []
     rows: list[dict[str, Any]] = []
     cut = False
