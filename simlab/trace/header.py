@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from simlab.errors import InputError
+from simlab.files import replacing
 from simlab.trace.csv_text import EXACT, MAX_ENTRY_BYTES, MAX_EXPERT, MAX_LAYER
 from simlab.trace.json_text import parse_json
 from simlab.trace.reading import read_bytes, shown
@@ -77,9 +77,8 @@ def header_to_json(file: HeaderFile) -> str:
 
 def write_header(folder: Path, file: HeaderFile) -> None:
     """Write `header.json` by rename, so that a reader never sees half of one."""
-    temporary = folder / "header.json.tmp"
-    temporary.write_text(header_to_json(file))
-    os.replace(temporary, folder / "header.json")
+    with replacing(folder / "header.json") as temporary:
+        temporary.write_text(header_to_json(file))
 
 
 def read_header(folder: Path) -> HeaderFile:
