@@ -436,6 +436,7 @@ def test_doctor(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
         "cores",
         "reads, temp folder",
         "reads, this folder",
+        "generated code",
     ):
         assert word in out
 

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from simlab.cells import route_spec
 from simlab.errors import RunError
+from simlab.files import replacing
 from simlab.types import Cell, CellNumbers, PhaseNumbers, Provenance, known_fields
 
 if TYPE_CHECKING:
@@ -275,15 +275,12 @@ def frame_table(frame: pl.DataFrame) -> str:
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a file beside `path` and rename it into place, so that nobody sees half of one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        write(temporary)
-        os.replace(temporary, path)
+        with replacing(path) as temporary:
+            write(temporary)
     except (OSError, *_polars_errors()) as error:
         why = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise RunError(f"{path}: writing failed: {why}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _polars_errors() -> tuple[type[Exception], ...]:

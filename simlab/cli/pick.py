@@ -24,7 +24,7 @@ from simlab.cli.options import (
     warn_about_cells,
     whole_number,
 )
-from simlab.cli.output import Progress, align, cell_to_json, cell_words, print_json, say_written
+from simlab.cli.output import Progress, align, cell_to_json, cell_words, print_json, say_written, write_whole
 from simlab.errors import InputError
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ def _law(args: argparse.Namespace, trace: Trace) -> QualityModel | None:
         with Progress("pick: calibrate") as progress:
             law = calibrate_law(trace, args.model, progress, **engine_options(args))
         if path is not None:
-            law.save(path)
+            write_whole(path, law.save)
             say_written(path)
     if args.max_ppl_increase is not None:
         return check_law(law, "--max-ppl-increase")

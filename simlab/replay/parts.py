@@ -21,6 +21,7 @@ import polars as pl
 import simlab
 from simlab.cli.output import cells_from_frame, cells_to_frame, write_frame, write_whole
 from simlab.errors import InputError, RunError, SimlabWarning
+from simlab.files import TEMPORARY
 from simlab.replay.groups import Group
 from simlab.trace.provenance import folder_digest, policy_words
 from simlab.trace.store import Trace
@@ -75,7 +76,7 @@ class Parts:
         self._out = out
         try:
             self.folder.mkdir(exist_ok=True)
-            self._lock = os.open(self.folder / "lock", os.O_CREAT | os.O_RDWR, 0o666)
+            self._lock = os.open(self.folder / "lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o666)
         except OSError as error:
             raise RunError(f"{self.folder}: {error.strerror}") from error
         try:
@@ -90,7 +91,7 @@ class Parts:
             raise
 
     def _take_up(self, sweep: dict[str, str], groups: Sequence[Group], force: bool) -> list[Group]:
-        for left in self.folder.glob(".*.tmp"):
+        for left in self.folder.glob(TEMPORARY):
             left.unlink(missing_ok=True)
         manifest = self.folder / "sweep.json"
         if manifest.exists():

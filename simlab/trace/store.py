@@ -20,6 +20,7 @@ from typing import Any, Self
 import polars as pl
 
 from simlab.errors import InputError, RunError, SimlabWarning
+from simlab.files import TEMPORARY, replacing
 from simlab.locks import locked
 from simlab.trace.header import HeaderFile, read_header, write_header
 from simlab.trace.parts import collect, part_sha256, scan_parts
@@ -159,14 +160,16 @@ def check_output(path: str | os.PathLike[str], force: bool) -> Path:
 
 def _only_a_trace(folder: Path) -> bool:
     """Whether a folder holds a trace, finished or not, and nothing besides; or nothing at all."""
-    names = {entry.name for entry in folder.iterdir()}
+    # A header that was not finished stands under a temporary name.
+    names = {"header.json" if entry.match(TEMPORARY) else entry.name for entry in folder.iterdir()}
     if not names:
         return True
-    if not names & {"header.json", "header.json.tmp"} or names - {"header.json", "header.json.tmp", *TABLES}:
+    if "header.json" not in names or names - {"header.json", *TABLES}:
         return False
     tables = [folder / table for table in TABLES if table in names]
     parts = [part for table in tables if table.is_dir() for part in table.iterdir()]
-    return all(table.is_dir() for table in tables) and all(part.match("part-*.*") for part in parts)
+    known = all(part.match("part-*.*") or part.match(TEMPORARY) for part in parts)
+    return all(table.is_dir() for table in tables) and known
 
 
 def prepare_folder(path: str | os.PathLike[str], force: bool) -> Path:
@@ -251,13 +254,9 @@ class TraceWriter:
                 continue
             frame = pl.concat(self._pending[table])
             target = self.folder / table / name
-            temporary = target.with_suffix(".tmp")
-            try:
+            with replacing(target) as temporary:
                 frame.write_parquet(temporary, compression="zstd", statistics=True, row_group_size=BLOCK_ROWS)
                 sha256 = part_sha256(temporary)
-                os.replace(temporary, target)
-            finally:
-                temporary.unlink(missing_ok=True)
             self._rows[table] += frame.height
             self._sha256[f"{table}/{name}"] = sha256
             self._pending[table] = []
