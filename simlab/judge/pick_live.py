@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from simlab.cells import build_cells
+from simlab.cells import build_cells, recorded_budget
 from simlab.errors import InputError
 from simlab.judge.pick_settings import Rise, Setting, rise_of
 from simlab.judge.quality.law import QualityModel, calibrate
@@ -44,7 +44,9 @@ def calibrate_law(
             "routing; calibrate on a trace of that, or give --calibration F.json"
         )
     cells = build_cells(
-        budgets=[header.budget or "off"], margins=CALIBRATION_MARGINS, scope=header.scope or "global"
+        budgets=[recorded_budget(header) or "off"],
+        margins=CALIBRATION_MARGINS,
+        scope=header.scope or "global",
     )
     graphs = planned_graphs(trace)
     with tempfile.TemporaryDirectory(prefix="simlab-law-") as folder, Engine(model, **options) as engine:
