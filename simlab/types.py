@@ -311,6 +311,11 @@ class Route:
         return "+".join(s.policy.name for s in self.steps) or "original"
 
     @property
+    def known_name(self) -> str | None:
+        """The name, None where nobody knows what the routing was."""
+        return self.name if self.router_known or self.name != "original" else None
+
+    @property
     def knobs(self) -> dict[str, float]:
         """Knobs of all steps; a name used by two steps is prefixed with its policy."""
         flat: dict[str, float] = {}

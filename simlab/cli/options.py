@@ -255,6 +255,8 @@ def cells_from_args(
 def recorded_route(header: TraceHeader) -> str:
     """The route a trace was recorded under, as `--route` takes it.
 
+    Where the trace holds what ran and not what the router picked, that already is what a rerank or swap made of it.
+
     Raises:
         InputError: it was a user's file, which the trace does not carry, or its knobs are not known.
     """
@@ -262,11 +264,13 @@ def recorded_route(header: TraceHeader) -> str:
     for name in (header.route or "original").split("+"):
         _refuse_file("--route", name, header)
         policy = find_routing(name)
+        if not header.router_known and policy.stage in ("rerank", "swap"):
+            continue
         knobs = {k: header.knobs.get(f"{name}.{k}", header.knobs.get(k)) for k in policy.knobs}
         if None in knobs.values():
             raise InputError(f"the trace was recorded under {name} with unknown knobs; give --route")
         parts.append(name + (":" + ",".join(f"{k}={v!r}" for k, v in knobs.items()) if knobs else ""))
-    return "+".join(parts)
+    return "+".join(parts) or "original"
 
 
 def recorded_evict(header: TraceHeader) -> str:

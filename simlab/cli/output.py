@@ -64,7 +64,7 @@ def cell_to_json(numbers: CellNumbers) -> dict[str, Any]:
     cell = numbers.cell
     fields = {
         "source": numbers.source,
-        "route": cell.route.name if cell.route.router_known or cell.route.name != "original" else None,
+        "route": cell.route.known_name,
         "knobs": dict(cell.route.knobs),
         "margin": cell.margin,
         "drop": cell.drop,

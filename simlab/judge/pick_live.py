@@ -38,10 +38,10 @@ def calibrate_law(
         InputError: the trace was not recorded under the original routing, or carries no losses, scores or token ids.
     """
     header = trace.header
-    if (header.route or "original") != "original":
+    if not header.router_known or (header.route or "original") != "original":
         raise InputError(
-            f"{trace.path}: was recorded under {header.route}, and a rise in perplexity is one over the original "
-            "routing; calibrate on a trace of that, or give --calibration F.json"
+            f"{trace.path}: was recorded under {header.route or 'an unknown routing'}, and a rise in perplexity is one "
+            "over the original routing; calibrate on a trace of that, or give --calibration F.json"
         )
     cells = build_cells(
         budgets=[recorded_budget(header) or "off"],

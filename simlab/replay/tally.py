@@ -130,7 +130,7 @@ def phase_numbers(
     events: int,
     unknown: Collection[str],
 ) -> PhaseNumbers:
-    """The counters of one phase under their names in the JSON contract; ratios of nothing are None, as are `unknown`."""
+    """The counters of one phase under their names in the JSON contract; None: ratios of nothing, and `unknown`."""
     count = {name: int(value) for name, value in zip(COUNTERS, counters, strict=True)}
     mean = {name: float(value) / events if events else None for name, value in zip(SUMS, sums, strict=True)}
     read_mib = count.pop("read_bytes") / MIB
