@@ -306,6 +306,8 @@ class Route:
     """
 
     steps: tuple[Step, ...] = ()
+    router_known: bool = field(default=True, compare=False)
+    """False in what was replayed from a trace that holds what ran and not what the router picked."""
 
     def step(self, stage: Stage) -> Step | None:
         """The step of one stage, or None."""
@@ -319,6 +321,11 @@ class Route:
     @property
     def name(self) -> str:
         return "+".join(s.policy.name for s in self.steps) or "original"
+
+    @property
+    def known_name(self) -> str | None:
+        """The name, None where nobody knows what the routing was."""
+        return self.name if self.router_known or self.name != "original" else None
 
     @property
     def knobs(self) -> dict[str, float]:
@@ -433,6 +440,10 @@ class TraceHeader:
     score_space: ScoreSpace | None
     weight_rule: WeightRule | None
     entry_bytes: Mapping[int, int]
+    selection_bias: bool = False
+    """Whether the scores hold a selection bias: without gate_probs beside them no probability is known."""
+    router_known: bool = True
+    """False where `router_experts` are what ran, and nobody says what the router picked."""
     window_bytes: Mapping[int, tuple[int, ...]] | None = None
     dense_bytes: Mapping[int, int] | None = None
     budget_bytes: int | None = None
@@ -492,7 +503,8 @@ class PhaseNumbers:
     read_mib_per_token: float | None
     slots: int
     reranked: int
-    substituted: int
+    substituted: int | None
+    """Null, as the agreement, where the router's own picks are not in the trace."""
     dropped: int
     evictions: int
     rereads: int

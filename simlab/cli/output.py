@@ -66,7 +66,7 @@ def cell_to_json(numbers: CellNumbers) -> dict[str, Any]:
     cell = numbers.cell
     fields = {
         "source": numbers.source,
-        "route": cell.route.name,
+        "route": cell.route.known_name,
         "knobs": dict(cell.route.knobs),
         "margin": cell.margin,
         "drop": cell.drop,
@@ -94,7 +94,7 @@ def cells_schema() -> dict[str, Any]:
     import polars as pl
 
     def of(annotation: str) -> Any:
-        return pl.Int64 if annotation == "int" else pl.Float64
+        return pl.Int64 if annotation.startswith("int") else pl.Float64
 
     schema: dict[str, Any] = {
         "source": pl.String, "route": pl.String, "knobs": pl.String, "margin": pl.Float64, "drop": pl.Float64,
@@ -135,7 +135,10 @@ def cells_from_frame(frame: pl.DataFrame, cells: Sequence[Cell]) -> list[CellNum
     alike = ("source", "budget_mib", "budget_cycles", "top_k", *LIVE_FIELDS, "note")
     return [
         CellNumbers(
-            cell=cell,
+            cell=dataclasses.replace(
+                cell,
+                route=dataclasses.replace(cell.route, router_known=row["decode_substituted"] is not None),
+            ),
             decode=phase(row, "decode"),
             all=phase(row, "all"),
             read_ahead=json.loads(row[READ_AHEAD]) if row[READ_AHEAD] else None,
@@ -168,8 +171,8 @@ class _Estimate(NamedTuple):
     value: Callable[[CellNumbers], float | None]
 
 
-def _share(part: int, whole: int) -> float | None:
-    return part / whole if whole else None
+def _share(part: int | None, whole: int) -> float | None:
+    return part / whole if whole and part is not None else None
 
 
 _READS = (

@@ -164,7 +164,8 @@ def with_intervals(numbers: Sequence[CellNumbers], series: Sequence[DecodeSeries
     by_cell = {id(n): s for n, s in zip(numbers, series, strict=True)}
     made = []
     for n, s in zip(numbers, series, strict=True):
-        intervals = {**n.intervals, **intervals_of(s)}
+        own = {name: ends for name, ends in intervals_of(s).items() if getattr(n.decode, name, 0) is not None}
+        intervals = {**n.intervals, **own}
         base = baseline(n.cell, numbers)
         if base is not None and base is not n and len(by_cell[id(base)].turn) == len(s.turn):
             low, high = read_saved(by_cell[id(base)], s)

@@ -100,7 +100,7 @@ def external_numbers(run: ExternalRun, cell: Cell) -> CellNumbers:
             _UNKNOWN if substituted is not None else f"{_UNKNOWN}; neither are the substituted slots"
         )
         phases = {
-            phase: dataclasses.replace(getattr(numbers, phase), agreement=None, substituted=substituted or 0)
+            phase: dataclasses.replace(getattr(numbers, phase), agreement=None, substituted=substituted)
             for phase in ("decode", "all")
         }
         numbers = dataclasses.replace(numbers, decode=phases["decode"], all=phases["all"])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import simlab
-from simlab.cells import build_cells
+from simlab.cells import build_cells, recorded_budget
 from simlab.errors import InputError
 from simlab.judge.pick_settings import Rise, Setting, rise_of
 from simlab.judge.quality.law import QualityModel, calibrate
@@ -40,13 +40,15 @@ def calibrate_law(
         InputError: the trace was not recorded under the original routing, or carries no losses, scores or token ids.
     """
     header = trace.header
-    if (header.route or "original") != "original":
+    if not header.router_known or (header.route or "original") != "original":
         raise InputError(
-            f"{trace.path}: was recorded under {header.route}, and a rise in perplexity is one over the original "
-            "routing; calibrate on a trace of that, or give --calibration F.json"
+            f"{trace.path}: was recorded under {header.route or 'an unknown routing'}, and a rise in perplexity is one "
+            "over the original routing; calibrate on a trace of that, or give --calibration F.json"
         )
     cells = build_cells(
-        budgets=[header.budget or "off"], margins=CALIBRATION_MARGINS, scope=header.scope or "global"
+        budgets=[recorded_budget(header) or "off"],
+        margins=CALIBRATION_MARGINS,
+        scope=header.scope or "global",
     )
     check_live(trace, model)
     graphs = planned_graphs(trace)

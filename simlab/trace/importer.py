@@ -81,7 +81,9 @@ def read_run(files: Sequence[str], facts: Mapping[str, Any]) -> tuple[TraceHeade
     if not by_kind:
         raise InputError(f"{files[0]}: model facts, and no routings among the files")
     if any(kind in by_kind for kind in _ENGINE_KINDS):
-        header, tables = trace_of_route(_engine_files(files[0], by_kind, sidecars, facts))
+        own = {name: value for name, value in facts.items() if name != "route"}
+        found = _engine_files(files[0], by_kind, sidecars, own)
+        header, tables = trace_of_route(found, read_facts(None, {"route": facts.get("route")}).route)
     else:
         if len(by_kind) > 1:
             one, two = (paths[0] for paths in list(by_kind.values())[:2])

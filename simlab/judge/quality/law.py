@@ -26,7 +26,7 @@ import polars as pl
 from numpy.typing import NDArray
 from scipy import optimize, stats
 
-from simlab.cells import build_cells
+from simlab.cells import build_cells, recorded_budget
 from simlab.cli.options import recorded_evict, recorded_route
 from simlab.errors import InputError
 from simlab.judge.measure import decode_losses
@@ -115,10 +115,11 @@ def recorded_cell(header: TraceHeader) -> Cell:
     Raises:
         InputError: its budget is not known, or its policy was a user's file.
     """
-    if header.budget is None:
+    budget = recorded_budget(header)
+    if budget is None:
         raise InputError(f"the trace of {header.model} does not say which budget it was recorded at")
     (cell,) = build_cells(
-        budgets=[header.budget],
+        budgets=[budget],
         routes=[recorded_route(header)],
         evicts=[recorded_evict(header)],
         scope=header.scope or "global",

@@ -36,7 +36,18 @@ from simlab.types import Cell, CellNumbers, EvictionPolicy, Route, RoutingPolicy
 TRACE = "trace"
 """The column in front of a sweep of several traces: which one a cell is of, as the command line named it."""
 _WANTED = "write it with simlab sweep --out, or with --json of sweep or validate"
-_MAY_LACK = frozenset({"margin", "drop", "prefetch", "note", *JSON_TEXT, *LIVE_FIELDS})
+_MAY_LACK = frozenset(
+    {
+        "route",
+        "margin",
+        "drop",
+        "prefetch",
+        "note",
+        *(f"{phase}_substituted" for phase in PHASES),
+        *JSON_TEXT,
+        *LIVE_FIELDS,
+    }
+)
 """Fields that JSON leaves out, or that are unknown, for many cells."""
 _WORDS = {pl.String: "text", pl.Int64: "a whole number", pl.Float64: "a number", pl.Boolean: "true or false"}
 _KINDS: dict[Any, tuple[type, ...]] = {
@@ -204,7 +215,7 @@ def numbers_of(path: Path, frame: pl.DataFrame) -> list[CellNumbers]:
 def _cell(where: str, row: dict[str, Any]) -> Cell:
     try:
         return Cell(
-            route=_route(row["route"], _knobs(row["knobs"], f"{where}, field 'knobs'")),
+            route=_route(row["route"] or "original", _knobs(row["knobs"], f"{where}, field 'knobs'")),
             budget=parse_budget(row["budget"]),
             evict=row["evict"],
             evict_knobs=_knobs(row["evict_knobs"], f"{where}, field 'evict_knobs'"),

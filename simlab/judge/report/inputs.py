@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from simlab.cells import build_cells
+from simlab.cells import build_cells, recorded_budget
 from simlab.errors import InputError
 from simlab.judge.against import replayed_series, with_intervals
 from simlab.judge.misses.explain import explain
@@ -23,7 +23,7 @@ from simlab.trace.info import trace_info
 from simlab.trace.measured import measured
 from simlab.trace.provenance import OF_TRACE, check, trace_provenance
 from simlab.trace.store import Trace, open_trace
-from simlab.types import Cell, CellNumbers, Comparison
+from simlab.types import Cell, CellNumbers, Comparison, Scope
 
 UNKNOWN_BUDGET = "2cycles"
 """What a trace of an unknown budget is explained at if nobody says: a small cache, above the cliff."""
@@ -110,9 +110,11 @@ def cell_to_explain(trace: str, budget: str | None) -> tuple[Cell, str | None]:
         InputError: no budget.
     """
     header = open_trace(trace).header
-    note = None
+    note: str | None = None
+    scope: Scope = "global"
     if budget is None:
-        budget = header.budget
+        scope = header.scope or "global"
+        budget = recorded_budget(header)
         if budget is None:
             budget = UNKNOWN_BUDGET
             note = (
@@ -121,7 +123,7 @@ def cell_to_explain(trace: str, budget: str | None) -> tuple[Cell, str | None]:
             )
         elif budget == "off":
             note = f"{trace} was recorded without a cache, and is explained so (--budget names another)."
-    return build_cells(budgets=[budget])[0], note
+    return build_cells(budgets=[budget], scope=scope)[0], note
 
 
 def sweeps_by_trace(files: Sequence[str], traces: Sequence[str]) -> dict[str, list[CellNumbers]]:

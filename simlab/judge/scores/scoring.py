@@ -445,7 +445,7 @@ _COSTS = ("subst. %", "dropped %", "cache hit %", "MiB/token", "tok/s")
 def _cost_words(numbers: CellNumbers) -> list[str]:
     d = numbers.decode
     figures = [
-        (100 * d.substituted / d.slots if d.slots else None, ".2f"),
+        (None if d.substituted is None or not d.slots else 100 * d.substituted / d.slots, ".2f"),
         (100 * d.dropped / d.slots if d.slots else None, ".2f"),
         (100 * d.hit_rate if d.hit_rate is not None else None, ".1f"),
         (d.read_mib_per_token, ".3f"),
