@@ -81,7 +81,9 @@ def _address_space() -> int | None:
     return limit
 
 
-def _control_groups(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
+def _control_groups(
+    proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> Iterator[int]:
     """What each control group of this process with a limit leaves, those above it included; of versions 1 and 2."""
     try:
         lines = proc.read_text().splitlines()
@@ -93,7 +95,11 @@ def _control_groups(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/
         if controllers and not version_1:
             continue
         base = root / "memory" if version_1 else root
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if version_1 else ("memory.max", "memory.current")
+        names = (
+            ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            if version_1
+            else ("memory.max", "memory.current")
+        )
         total = "total_" if version_1 else ""
         files = {f"{total}active_file", f"{total}inactive_file"}
         group = base / path.lstrip("/")

@@ -152,5 +152,5 @@ def test_links_inside_the_folder_or_into_its_cache_are_followed(tmp_path: Path) 
 def test_a_part_listed_under_another_path_is_refused(name: str, tmp_path: Path) -> None:
     folder = written(tmp_path / "t.trace")
     change_header(folder, part_sha256={name: "0"})
-    with pytest.raises(InputError, match="header.json: field 'part_sha256': .* is no part of a table"):
+    with pytest.raises(InputError, match=r"header.json: field 'part_sha256': .* is no part of a table"):
         open_trace(folder)

@@ -7,12 +7,11 @@ goes on with it; another one is refused, since its table would be a mixture.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,6 +21,7 @@ import simlab
 from simlab.cli.output import cells_from_frame, cells_to_frame, write_frame, write_whole
 from simlab.errors import InputError, RunError, SimlabWarning
 from simlab.files import TEMPORARY
+from simlab.locks import locked
 from simlab.replay.groups import Group
 from simlab.trace.provenance import folder_digest, policy_words
 from simlab.trace.store import Trace
@@ -74,21 +74,14 @@ class Parts:
         """
         self.folder = out.with_name(out.name + ".parts")
         self._out = out
-        try:
-            self.folder.mkdir(exist_ok=True)
-            self._lock = os.open(self.folder / "lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o666)
-        except OSError as error:
-            raise RunError(f"{self.folder}: {error.strerror}") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
-            raise InputError(f"--out {out}: another sweep is writing {self.folder}") from None
-        try:
+        with ExitStack() as lock:
+            try:
+                self.folder.mkdir(exist_ok=True)
+                lock.enter_context(locked(self.folder, f"--out {out}"))
+            except OSError as error:
+                raise RunError(f"{self.folder}: {error.strerror}") from error
             self.groups = self._take_up(sweep, groups, force)
-        except BaseException:
-            os.close(self._lock)
-            raise
+            self._lock = lock.pop_all()
 
     def _take_up(self, sweep: dict[str, str], groups: Sequence[Group], force: bool) -> list[Group]:
         for left in self.folder.glob(TEMPORARY):
@@ -142,7 +135,7 @@ class Parts:
 
     def remove(self) -> None:
         """Remove the folder, once the table is written; whatever else somebody put there stays."""
-        for path in [*self.folder.glob("group-*.parquet"), self.folder / "sweep.json", self.folder / "lock"]:
+        for path in [*self.folder.glob("group-*.parquet"), self.folder / "sweep.json"]:
             path.unlink(missing_ok=True)
         if not any(self.folder.iterdir()):
             self.folder.rmdir()
@@ -151,4 +144,4 @@ class Parts:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        os.close(self._lock)
+        self._lock.close()

@@ -57,7 +57,9 @@ def scan_parts(
     names = {f"{table}/{part.name}" for part in parts}
     for name in sorted(recorded):
         if name.startswith(f"{table}/") and name not in names:
-            raise InputError(f"{folder}/{name}: is missing, though header.json lists it; copy the trace again")
+            raise InputError(
+                f"{folder}/{name}: is missing, though header.json lists it; copy the trace again"
+            )
     for part in parts:
         check_inside(folder, part)
     if not parts:

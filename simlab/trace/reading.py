@@ -67,7 +67,9 @@ def check_inside(folder: Path, file: Path) -> None:
     root, target = Path(os.path.realpath(folder)), Path(os.path.realpath(file))
     caches = [p.parent for p in root.parents if p.name == "snapshots" and (p.parent / "blobs").is_dir()]
     if not any(target.is_relative_to(place) for place in (root, *caches)):
-        raise InputError(f"{file}: a link to {target}, which is not in the trace's folder; copy the file there")
+        raise InputError(
+            f"{file}: a link to {target}, which is not in the trace's folder; copy the file there"
+        )
 
 
 def shown(value: Any) -> str:

@@ -85,8 +85,14 @@ def complete_graphs(folder: Path, frames: Mapping[str, pl.LazyFrame]) -> dict[st
     in_tokens = set(tokens["graph"].drop_nulls().to_list())
     last = max(in_tokens, default=-1)
     read = set(tokens.filter(pl.col("window_bytes") > 0)["graph"].to_list())
-    for table, wanted in (("tokens", set(range(last + 1))), ("routing", set(range(last + 1))), ("reads", read)):
-        graphs = collect(folder, table, frames[table].select(pl.col("graph").unique())).to_series().drop_nulls()
+    for table, wanted in (
+        ("tokens", set(range(last + 1))),
+        ("routing", set(range(last + 1))),
+        ("reads", read),
+    ):
+        graphs = (
+            collect(folder, table, frames[table].select(pl.col("graph").unique())).to_series().drop_nulls()
+        )
         absent = wanted - set(graphs.to_list())
         missing = _missing_part(folder, table)
         # Of reads a file of another engine may tell only some.
@@ -111,7 +117,11 @@ def complete_graphs(folder: Path, frames: Mapping[str, pl.LazyFrame]) -> dict[st
 def _missing_part(folder: Path, table: str) -> str | None:
     """The first part of a table that is not there, where another of its number or a later one is; None if all are."""
     numbers = {
-        name: {int(m[1]) for p in (folder / name).glob("part-*.parquet") if (m := re.match(r"part-(\d+)\.", p.name))}
+        name: {
+            int(m[1])
+            for p in (folder / name).glob("part-*.parquet")
+            if (m := re.match(r"part-(\d+)\.", p.name))
+        }
         for name in TABLES
     }
     most = max(set().union(*numbers.values()), default=-1)
