@@ -51,12 +51,18 @@ def parse_budget(text: str) -> Budget:
 
 
 def route_spec(route: Route) -> str:
-    """A route as `--route` takes it: `substitute:L=0.15+drop_cold:F=0.75,prefill=0`."""
+    """A route as `--route` takes it: `substitute:L=0.15+drop_cold:F=0.75,prefill=0`.
+
+    What it begins from is "unknown" where the router's own picks are not.
+    """
 
     def one(step: Step) -> str:
         knobs = ",".join(f"{name}={value:g}" for name, value in step.knobs.items())
         return step.policy.name + (f":{knobs}" if knobs else "")
 
+    if not route.router_known:
+        acting = (s for s in route.steps if not s.policy.is_builtin("original"))
+        return "+".join(["unknown", *map(one, acting)])
     return "+".join(map(one, route.steps)) or route.name
 
 
@@ -78,6 +84,14 @@ def effective_k(route: Route, header: TraceHeader) -> int:
             f"it asks for {k} experts per token"
         )
     return k
+
+
+def recorded_budget(header: TraceHeader) -> str | None:
+    """The cache size a trace was recorded at, as `--budget` takes it; None where it is unknown."""
+    if header.budget is not None or header.budget_bytes is None:
+        return header.budget
+    # A power of two divides exactly, and repr gives the digits that read back as the same float.
+    return f"{header.budget_bytes / MIB!r}MiB" if header.budget_bytes else "off"
 
 
 def resolve_budget(budget: Budget, scope: Scope, header: TraceHeader, k: int) -> ResolvedBudget:

@@ -224,6 +224,8 @@ class RoutingPolicy:
     """Of a rerank by scores alone: of experts alike in residency the higher score never has the lower (tier, value)."""
     source: str = ""
     source_hash: str = ""
+    version: int = 1
+    """Of its rule: raised when the same inputs come to other picks."""
     origin: str = ""
     """File a user's policy is from; empty for what is built in."""
 
@@ -260,6 +262,8 @@ class EvictionPolicy:
     prepare: PrepareFunction | None = None
     source: str = ""
     source_hash: str = ""
+    version: int = 1
+    """Of its rule: raised when the same inputs come to other victims."""
     origin: str = ""
     """File a user's policy is from; empty for what is built in."""
 
@@ -285,6 +289,14 @@ class Step:
     option: str = field(default="", compare=False)
     """What the user wrote to get it, such as `--top-k 4`, for messages."""
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether it leaves the router's own routing as it is: `original`, or a margin or drop of zero."""
+        of = {"substitute": "L", "drop_cold": "F"}
+        return self.policy.is_builtin("original") or any(
+            self.policy.is_builtin(name) and self.knobs[knob] == 0 for name, knob in of.items()
+        )
+
 
 @dataclass(frozen=True)
 class Route:
@@ -294,6 +306,8 @@ class Route:
     """
 
     steps: tuple[Step, ...] = ()
+    router_known: bool = field(default=True, compare=False)
+    """False in what was replayed from a trace that holds what ran and not what the router picked."""
 
     def step(self, stage: Stage) -> Step | None:
         """The step of one stage, or None."""
@@ -307,6 +321,11 @@ class Route:
     @property
     def name(self) -> str:
         return "+".join(s.policy.name for s in self.steps) or "original"
+
+    @property
+    def known_name(self) -> str | None:
+        """The name, None where nobody knows what the routing was."""
+        return self.name if self.router_known or self.name != "original" else None
 
     @property
     def knobs(self) -> dict[str, float]:
@@ -376,6 +395,29 @@ class Cell:
 
 
 @dataclass(frozen=True)
+class Provenance:
+    """What a run, or a figure, is of. `simlab.trace.provenance` makes one and compares two; None: not known."""
+
+    model: str | None = None
+    """Digest of the GGUF: metadata, tensor table and a sample of every tensor's bytes."""
+    text: str | None = None
+    """Digest of the token ids of the text or prompts; of an import, of the files it was made from."""
+    policy: str | None = None
+    """Policies with all knobs, in words: a built-in one with the version of its rule, a user's with its file's hash."""
+    budget: str | None = None
+    """Bytes of the cache, in words."""
+    recorded: str | None = None
+    """Of a setting replayed from a trace, or run live beside one: policy and budget of that trace's own run."""
+    simlab: str | None = None
+    """Version that made it: shown, never compared."""
+
+
+def known_fields(provenance: Provenance) -> dict[str, str]:
+    """What is known of a provenance, by name, as JSON has it."""
+    return {name: value for name, value in vars(provenance).items() if value is not None}
+
+
+@dataclass(frozen=True)
 class WeightRule:
     """How the graph turns gate probabilities of the selected experts into applied weights, in this order."""
 
@@ -398,6 +440,10 @@ class TraceHeader:
     score_space: ScoreSpace | None
     weight_rule: WeightRule | None
     entry_bytes: Mapping[int, int]
+    selection_bias: bool = False
+    """Whether the scores hold a selection bias: without gate_probs beside them no probability is known."""
+    router_known: bool = True
+    """False where `router_experts` are what ran, and nobody says what the router picked."""
     window_bytes: Mapping[int, tuple[int, ...]] | None = None
     dense_bytes: Mapping[int, int] | None = None
     budget_bytes: int | None = None
@@ -416,7 +462,10 @@ class TraceHeader:
     engine_version: str | None = None
     cpu: str | None = None
     text_hash: str | None = None
+    """SHA-256 of the text's bytes, which engines that take a file are checked by."""
     created: str | None = None
+    provenance: Provenance | None = None
+    """None in a trace of a version that did not write it."""
     schema_version: int = 1
     complete: bool = True
     """False while a recording runs, so that a killed one is recognised."""
@@ -454,7 +503,8 @@ class PhaseNumbers:
     read_mib_per_token: float | None
     slots: int
     reranked: int
-    substituted: int
+    substituted: int | None
+    """Null, as the agreement, where the router's own picks are not in the trace."""
     dropped: int
     evictions: int
     rereads: int
@@ -488,6 +538,7 @@ class CellNumbers:
     """Of look-ahead in decode: entries `issued` and `useful` (used before they left), `read_mib` and `wasted_mib`."""
     note: str | None = None
     """What a reader has to know to take these numbers for what they are."""
+    provenance: Provenance | None = None
 
 
 @dataclass(frozen=True)

@@ -343,7 +343,9 @@ def reference_replay(trace: Any, cell: ReferenceCell) -> ReferenceReplay:
                 counters.events += 1
                 counters.agreement += sum(e in k_router for e in runs) / k_of_row
                 if scores is not None and values is not None:
-                    mass = masses(scores, header.gating)
+                    # Weights are shares of the gate where it is a tensor of its own, and so is the probability.
+                    of_gate = "logits" if header.weight_rule.softmax_over_selected else "softmax"
+                    mass = masses(gates, header.gating if row.get("gate_probs") is None else of_gate)
                     counters.mass += math.fsum(mass[e] for e in k_router) - math.fsum(mass[e] for e in runs)
                     if span > 0:
                         unit = [float(min(max(v, bottom), top)) / float(span) for v in values]

@@ -64,14 +64,16 @@ def route_lines(
 
 
 def metrics_lines(*, prompt: int = 3, decode: int = 4) -> list[str]:
-    """The metrics of `route_lines`: settings above, a summary below."""
+    """The metrics of `route_lines`: settings above, a summary below; a missed entry is read in two pages."""
+    rows = [line.split(",") for line in route_lines(prompt=prompt, decode=decode) if line[0].isdigit()]
+    missed = [sum(r[2] == str(prompt + i) and r[8] != "0" for r in rows) for i in range(decode)]
     return [
         "# bmoe_metrics v2",
         "# engine=0.19.0",
         "# model=toy.gguf arch=toy n_layer=3 n_expert=8 n_expert_used=2",
         "# cache_mb=3 o_direct=1 overlap=1 drop_cold_frac=0 drop_renorm=1 drop_prefill=0",
         "step,steps,wall_ms,io_ms,compute_ms,read_bytes,cache_hit_pct,stall_ms,mgmt_ms,majflt,turn,cache_budget_mib",
-        *(f"{step},{decode},10.5,4.0,6.0,4096,50.0,3.0,0.5,2,0,3.0" for step in range(1, decode + 1)),
+        *(f"{i + 1},{decode},10.5,4.0,6.0,{8192 * n},50.0,3.0,0.5,2,0,3.0" for i, n in enumerate(missed)),
         f"# summary tokens={decode} n_prompt={prompt} cache_budget_MiB=3.0",
     ]
 

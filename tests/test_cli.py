@@ -26,6 +26,7 @@ from simlab.types import Budget, Cell, CellNumbers, PhaseNumbers, Route
 CELL_KEYS = [
     "source", "route", "knobs", "margin", "drop", "top_k", "evict", "evict_knobs", "scope",
     "sequential", "prefetch", "budget", "budget_mib", "budget_cycles", "decode", "all",
+    "provenance",
 ]  # fmt: skip
 PHASE_KEYS = [
     "tokens", "lookups", "hits", "misses", "hit_rate", "cold_misses", "capacity_misses", "read_mib",
@@ -435,6 +436,7 @@ def test_doctor(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
         "cores",
         "reads, temp folder",
         "reads, this folder",
+        "generated code",
     ):
         assert word in out
 

@@ -21,6 +21,7 @@ from simlab.judge.speed.moments import moments_of
 from simlab.judge.speed.trace_time import read_latencies, timings_of_trace
 from simlab.judge.speed.trace_time_cells import TokenWork, by_costs, fit_costs
 from simlab.judge.speed.trace_time_reads import misses_of
+from simlab.trace.provenance import trace_provenance
 from simlab.trace.store import open_trace
 
 TRACES = Path(__file__).resolve().parent.parent / "traces"
@@ -123,6 +124,7 @@ def test_a_trace_and_its_own_profile(tmp_path):
         ({"reads": [3]}, "field 'reads[0]': is not an object"),
         ({"reads": [{"window_bytes": 4096, "under_way": 1}]}, "field 'reads[0].mean_us': must be a number"),
         ({"bandwidth": 3}, "field 'bandwidth': is not known"),
+        ({"model": 3}, "field 'model': must be text or null"),
     ],
 )
 def test_profiles_that_are_refused(tmp_path, change, said):
@@ -149,6 +151,13 @@ def test_files_that_are_none(tmp_path):
 def test_compute_of_another_model():
     with pytest.raises(InputError, match=r"its compute is of other\.gguf"):
         costs_on(profile(model="other.gguf"), open_trace(ORIGINAL), None)
+    # The file's name does not count where the digest is known.
+    digest = trace_provenance(open_trace(ORIGINAL).header).model
+    costs_on(profile(model="other.gguf", model_digest=digest), open_trace(ORIGINAL), None)
+    with pytest.raises(
+        InputError, match=r"--device: its compute: is not of the model of .* \(model another, not "
+    ):
+        costs_on(profile(model_digest="another"), open_trace(ORIGINAL), None)
 
 
 @pytest.mark.slow

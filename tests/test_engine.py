@@ -6,10 +6,12 @@ import ctypes
 import errno
 import mmap
 import os
+import shutil
 
 import numpy as np
 import pytest
 from live import TEXT, THREADS, cell_of, plain_logits, record, streamed_logits
+from tiny_models import make_model
 
 from simlab.errors import InputError, RunError, SimlabWarning
 from simlab.record import ggml, hook, machine
@@ -367,7 +369,30 @@ def test_a_model_is_found_by_its_kind(tmp_path):
     cut.write_bytes(EMBEDDED_MODEL.read_bytes()[:1_000_000])
     with pytest.raises(InputError, match="cut short"):
         read_gguf(cut)
-    shard = tmp_path / "m-00002-of-00003.gguf"
-    shard.write_bytes(b"GGUF")
-    with pytest.raises(InputError, match="first shard"):
-        read_gguf(shard)
+
+
+def test_the_header_not_the_name_says_what_a_shard_is(tmp_path):
+    whole = tmp_path / "m-00002-of-00003.gguf"
+    shutil.copy(EMBEDDED_MODEL, whole)
+    assert read_gguf(whole).files == (whole,)
+    first = make_model(tmp_path, "sharded")
+    second, third = (tmp_path / f"sharded-0000{i}-of-00003.gguf" for i in (2, 3))
+    assert read_gguf(first).files == (first, second, third)
+    with pytest.raises(InputError, match=r"give the first shard, sharded-00001-of-00003.gguf"):
+        read_gguf(second)
+    renamed = tmp_path / "all.gguf"
+    shutil.copy(first, renamed)
+    with pytest.raises(
+        InputError, match=r"shard 1 of 3 by its split.no; its name must end in -00001-of-00003.gguf"
+    ):
+        read_gguf(renamed)
+    shutil.copy(third, second)
+    with pytest.raises(
+        InputError, match=r"sharded-00002-of-00003.gguf: its split.no is 2 and .* not 1 and 3"
+    ):
+        read_gguf(first)
+    second.unlink()
+    with pytest.raises(
+        InputError, match=r"00002-of-00003.gguf: this shard of sharded-00001-of-00003.gguf is missing"
+    ):
+        read_gguf(first)

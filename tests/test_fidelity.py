@@ -262,7 +262,7 @@ def test_the_fidelity_command_sets_replays_beside_live_runs(kept, capsys):
     assert {p: p.stat().st_mtime_ns for p in (folder / "runs").rglob("*.parquet")} == before
     words[words.index("96")] = "90"
     assert main(words) == 2
-    assert "another run (text_hash differ)" in capsys.readouterr().err
+    assert "is not of the run asked for (text " in capsys.readouterr().err
 
 
 def test_each_file_is_cut_as_often_as_is_asked(kept):

@@ -172,7 +172,7 @@ SIZE_MIB = LARGE | {"-1", "0.5"}
 LEGAL = {
     # nan: no weight node; -1, nan: a time that was not measured, a cache that was off, no position.
     "weight": {"nan", "0.5", *LARGE, "9223372036854775807", "9223372036854775808", "99999999999999999999"},
-    "io_ms": TIME, "wall_ms": TIME, "step": {"-1", "65536"}, "majflt": LARGE | {"-1"}, "read_bytes": LARGE,
+    "io_ms": TIME, "wall_ms": TIME, "majflt": LARGE | {"-1"}, "read_bytes": {"65536"},
     "cache_budget_mib": SIZE_MIB, "cache_mb": SIZE_MIB, "cache_budget_MiB": SIZE_MIB, "drop_cold_frac": {"0.5"},
     "offset": LARGE, "latency_ns": LARGE, "lane": {"65536"}, "proj": {"65536"}, "overlap": {"65536"},
     "dense_bytes": LARGE, "n_prompt": {"65536"},
@@ -219,6 +219,10 @@ def test_hostile_values_in_columns(kind: str, field: str, tmp_path: Path) -> Non
         elif field == "turn" and value == "65536":
             # Legal by itself: a read of no graph is left out, and in a route trace the next line goes back.
             assert refusal is None or f"line {heading + 4}, field 'turn': 0 after 65536" in refusal
+        elif field == "step" and value in ("-1", "65536"):
+            # Legal by itself, and here it tears a routing in two.
+            assert refusal is not None
+            assert f"line {heading + 3}, field 'slot': slot 1 begins a routing" in refusal
         else:
             assert refusal is not None, value
             assert f"{kind}.csv, line {heading + 3}, field '" in refusal or value in ('"', "1\r2"), (

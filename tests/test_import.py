@@ -52,7 +52,7 @@ def test_qwen_shape_and_header(qwen: Trace) -> None:
     assert qwen.header.n_expert_used == 6
     assert qwen.header.budget_bytes == 4000 << 20
     assert qwen.header.cycle_bytes() == 822_804_480
-    assert (qwen.header.route, qwen.header.gating, qwen.header.weight_rule) == ("original", None, None)
+    assert (qwen.header.route, qwen.header.gating, qwen.header.weight_rule) == (None, None, None)
     tokens = qwen.tokens.collect()
     assert tokens.filter(phase=0)["step"].to_list() == [27]
     assert tokens.filter(phase=1)["step"].to_list() == list(range(28, 156))
@@ -210,10 +210,10 @@ def test_a_layer_that_goes_down_starts_a_graph(tmp_path: Path) -> None:
     )
     assert found["graph"] == [0, 0, 0, 0, 0, 1, 1]
     found = grouped(
-        tmp_path, rows((0, 0, 1), (0, 1, 1), (0, 2, 0), (0, 3, 0), (0, 3, 1), (1, 4, 0), (1, 4, 1))
+        tmp_path, rows((0, 0, 0), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 3, 0), (0, 3, 1), (1, 4, 0), (1, 4, 1))
     )
-    assert found["graph"] == [0, 0, 1, 1, 1, 2, 2]
-    assert found["pos_in_graph"] == [0, 1, 0, 1, 1, 0, 0]
+    assert found["graph"] == [0, 0, 0, 1, 1, 1, 2, 2]
+    assert found["pos_in_graph"] == [0, 1, 1, 0, 1, 1, 0, 0]
 
 
 def test_a_decode_step_is_a_graph_even_with_one_layer(tmp_path: Path) -> None:

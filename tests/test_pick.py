@@ -156,7 +156,7 @@ def test_the_default_grid_has_every_routing_policy():
         (["--max-ppl-increase", "lots"], "'lots' is not a share; write 2% or 0.02"),
         (["--min-tok-s", "0"], "must be above 0"),
         ([], "one of the arguments --max-ppl-increase --min-tok-s --pareto is required"),
-        (["--pareto", "--calibration", "nowhere.json"], "nowhere.json: No such file"),
+        (["--pareto", "--calibration", "nowhere.json"], "nowhere.json: no such file"),
     ],
 )
 def test_what_is_refused(words, said, capsys):

@@ -70,14 +70,19 @@ def files(
     folder = tmp_path_factory.mktemp("files")
     numbers = [n for n, _ in replays]
     paths = {
-        name: folder / name for name in ("sweep.parquet", "sweep.csv", "sweep.json", "both.csv", "live.json")
+        name: folder / name
+        for name in ("sweep.parquet", "sweep.csv", "sweep.json", "old.parquet", "both.csv", "live.json")
     }
     cells_to_frame(numbers).write_parquet(paths["sweep.parquet"])
     cells_to_frame(numbers).write_csv(paths["sweep.csv"])
+    cells_to_frame(numbers).drop("provenance").write_parquet(paths["old.parquet"])
     paths["sweep.json"].write_text(json.dumps([cell_to_json(n) for n in numbers]))
     named = [cells_to_frame(numbers).select(pl.lit(t).alias("trace"), pl.all()) for t in (ORIGINAL, DROP)]
     pl.concat(named).write_csv(paths["both.csv"])
-    pairs = [cell_to_json(n) for pair in zip(numbers, lives, strict=True) for n in pair]
+    beside = [
+        dataclasses.replace(live, provenance=n.provenance) for n, live in zip(numbers, lives, strict=True)
+    ]
+    pairs = [cell_to_json(n) for pair in zip(numbers, beside, strict=True) for n in pair]
     paths["live.json"].write_text(json.dumps(pairs))
     return {name: str(path) for name, path in paths.items()}
 
@@ -371,7 +376,8 @@ def test_several_traces_stand_side_by_side(
         ([ORIGINAL, "--validate", "{live.json}", "--validate", "{live.json}"], "more files than traces"),
         ([ORIGINAL, "--validate", "none.json"], "none.json: no such file"),
         ([ORIGINAL, "--budget", "lots"], "--budget lots: not a budget"),
-        ([DROP, "--sweep", "{sweep.parquet}"], "it is of another trace or of another version of simlab"),
+        ([DROP, "--sweep", "{sweep.parquet}"], f"--sweep: a setting: is not of {DROP} (setting recorded under "),
+        ([DROP, "--sweep", "{old.parquet}"], "it is of another trace or of another version of simlab"),
     ],
 )  # fmt: skip
 def test_files_that_do_not_belong_are_refused_in_one_line(
@@ -385,5 +391,6 @@ def test_files_that_do_not_belong_are_refused_in_one_line(
     assert main(["report", *map(filled, words), "--out", str(tmp_path / "r.html")]) == 2
     err = capsys.readouterr().err
     assert filled(message) in err
-    assert err.count("\n") == 1
+    assert err.count("simlab: error: ") == 1
+    assert err.count("\n") == 1 + err.count("simlab: warning: ")
     assert not (tmp_path / "r.html").exists()

@@ -409,4 +409,4 @@ def test_kill_9_and_again(tmp_path, capsys):
     assert [(c["text"], c["nll"], c["decode"]) for c in resumed] == [
         (c["text"], c["nll"], c["decode"]) for c in again
     ]
-    assert "cells differ" in failed(capsys, [*command, "--resume", results, "--drop", "0.1"])
+    assert "(policy differ)" in failed(capsys, [*command, "--resume", results, "--drop", "0.1"])

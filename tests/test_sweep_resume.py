@@ -132,7 +132,7 @@ def test_a_damaged_part_is_run_again_and_said(trace, cells, numbers, tmp_path):
     out = tmp_path / "s.parquet"
     folder = half_done(trace, cells, out)
     (folder / "group-00001.parquet").write_bytes(b"PAR1 torn")
-    (folder / ".group-00002.parquet.1.tmp").write_bytes(b"half")
+    (folder / ".simlab-0123456789abcdef.tmp").write_bytes(b"half")
     groups = split([trace], cells, 3)
     with Parts(out, describe([trace], cells, None), groups, force=False) as parts:
         with pytest.warns(SimlabWarning, match="group-00001.parquet: cannot be read"):
@@ -177,7 +177,7 @@ def test_a_manifest_of_something_else_is_refused(trace, tmp_path, capsys):
 def test_two_sweeps_do_not_share_a_folder(trace, cells, tmp_path):
     out = tmp_path / "s.parquet"
     words, groups = describe([trace], cells, None), [Group(0, tuple(range(len(cells))))]
-    with Parts(out, words, groups, force=False), pytest.raises(InputError, match="another sweep is writing"):
+    with Parts(out, words, groups, force=False), pytest.raises(InputError, match="another command is writing it"):
         Parts(out, words, groups, force=True)
     Parts(out, words, groups, force=False).__exit__()
 

@@ -122,8 +122,8 @@ def test_a_killed_recording_keeps_its_complete_graphs(tmp_path: Path) -> None:
         add_graph(writer, graph, tokens_table=graph < 2)
         writer.flush()
     # Killed here: no close, graph 2 has no row in the tokens table, and half a part lies about.
-    (folder / "routing/part-000003.tmp").write_bytes(b"PAR1 half")
-    (folder / "header.json.tmp").write_text("{")
+    (folder / "routing/.simlab-03.tmp").write_bytes(b"PAR1 half")
+    (folder / ".simlab-00.tmp").write_text("{")
     with pytest.warns(SimlabWarning, match="did not finish; using its 2 complete graphs"):
         trace = open_trace(folder)
     assert not trace.header.complete
@@ -293,8 +293,8 @@ def test_force_never_removes_what_is_no_trace(tmp_path: Path, capsys: pytest.Cap
     with pytest.raises(InputError, match="is not a trace folder"):
         prepare_folder(tmp_path / "link", force=True)
     # What a kill leaves behind is a trace's own.
-    (folder / "header.json").rename(folder / "header.json.tmp")
-    (folder / "tokens/part-000009.tmp").write_bytes(b"PAR1")
+    (folder / "header.json").rename(folder / ".simlab-00.tmp")
+    (folder / "tokens/.simlab-09.tmp").write_bytes(b"PAR1")
     assert not prepare_folder(folder, force=True).exists()
     (tmp_path / "empty").mkdir()
     assert not prepare_folder(tmp_path / "empty", force=True).exists()

@@ -27,7 +27,7 @@ from simlab.charts.theme import (
 from simlab.charts.words import REPLAY_LABEL, model_name
 from simlab.judge.misses.explain import Explanation
 from simlab.judge.misses.explain_text import subtitle
-from simlab.replay.curve import cliff_foot
+from simlab.replay.curve import cliff_foot, routing_words
 from simlab.types import Scope, TraceHeader
 
 _POINTS = 2 * WIDTH
@@ -44,7 +44,7 @@ _HIT_TITLE = "Decode hit rate (% of lookups)"
 def curve_chart(curve: pl.DataFrame, header: TraceHeader, scope: Scope) -> alt.HConcatChart:
     """Decode hit rate (%) and MiB read per decode token against the budget, in steps."""
     rows, foot = _drawn(curve), foot_cycles(header, scope)
-    where = f"{REPLAY_LABEL}, LRU, {scope.replace('_', ' ')}, the router's own routing"
+    where = f"{REPLAY_LABEL}, LRU, {scope.replace('_', ' ')}, {routing_words(header)}"
     panels = [
         _steps(rows, field, title, foot).properties(width=WIDTH, height=HEIGHT)
         for field, title in (("hit", _HIT_TITLE), ("read", READ_TITLE))
@@ -111,7 +111,7 @@ def standing_chart(explanation: Explanation, figure: Literal["hit", "read"] = "h
     return finished(
         alt.LayerChart(layer=[*curve.layer, spans, marks, *names]),
         "Where this budget stands" if figure == "hit" else "What it reads there",
-        "line: LRU, router's own routing; bars: 95 % intervals",
+        f"line: LRU, {routing_words(e.header)}; bars: 95 % intervals",
     )
 
 

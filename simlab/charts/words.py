@@ -31,7 +31,7 @@ def budget_label(numbers: CellNumbers) -> str:
 
 def route_label(cell: Cell) -> str:
     """A route for reading: `L = 0.15`, `L = 0.15, drop F = 0.75`, `original routing`."""
-    words = []
+    words = [] if cell.route.router_known else ["routing as it ran"]
     for step in cell.route.steps:
         name, knobs = step.policy.name, dict(step.knobs)
         if name == "original":
@@ -124,7 +124,8 @@ def margin_of(cell: Cell) -> float | None:
 
 def substituted_percent(phase: PhaseNumbers) -> float | None:
     """Share of the slots that substitution changed."""
-    return 100 * phase.substituted / phase.slots if phase.slots else None
+    known = phase.substituted is not None and phase.slots
+    return 100 * phase.substituted / phase.slots if known else None
 
 
 def percent(value: float | None) -> float | None:

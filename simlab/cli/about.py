@@ -127,6 +127,8 @@ def _policy_lines(policy: RoutingPolicy | EvictionPolicy) -> list[str]:
 
 
 def _doctor(args: argparse.Namespace) -> None:
+    from simlab.judge.scores.sandbox import why_unprotected
+
     lines = [["python", f"{platform.python_version()} on {platform.platform()}"]]
     for package in _PACKAGES:
         lines.append([package, _version(package) or "not installed"])
@@ -136,6 +138,7 @@ def _doctor(args: argparse.Namespace) -> None:
     for name, folder in (("temp folder", Path(tempfile.gettempdir())), ("this folder", Path.cwd())):
         lines.append([f"reads, {name}", f"{direct_reads(folder)} ({folder})"])
     lines.append(["jax devices", _jax_devices()])
+    lines.append(["generated code", why_unprotected() or "runs in a sandbox"])
     lines.append(
         ["engine", "installed" if _has_engine() else "not installed: pip install 'simlab[engine]' to record"]
     )

@@ -58,7 +58,7 @@ def add_commands(commands: Any) -> None:
 
 
 def _curve(args: argparse.Namespace) -> None:
-    from simlab.replay.curve import at_budget, curve_to_json, landmarks, lru_curve
+    from simlab.replay.curve import at_budget, curve_to_json, landmarks, lru_curve, routing_words
     from simlab.trace.store import open_trace
 
     out = output_file(args, "out", TABLES)
@@ -79,8 +79,8 @@ def _curve(args: argparse.Namespace) -> None:
         return
     header = trace.header
     print(
-        f"{args.trace}: LRU, {args.scope.replace('_', ' ')}, original routing, replay (simulated), exact at every "
-        f"budget; {curve.height:,} steps"
+        f"{args.trace}: LRU, {args.scope.replace('_', ' ')}, {routing_words(header)}, replay (simulated), exact at "
+        f"every budget; {curve.height:,} steps"
     )
     lines = [["budget MiB", "cycles", "hit %", "MiB/token", "misses", "all hit %", "what"]]
     for mark in landmarks(curve, header, args.scope):

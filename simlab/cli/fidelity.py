@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from simlab import __version__
 from simlab.cli.engine_binary import add_engine_binary, fidelity_binary, refuse_details
 from simlab.cli.options import (
     add_cell_options,
@@ -23,6 +24,7 @@ from simlab.cli.options import (
     whole_number,
 )
 from simlab.errors import InputError
+from simlab.locks import locked
 
 BUDGETS = ("1.2cycles", "2cycles", "4cycles")
 MARGINS = ("0", "0.05", "0.1", "0.15", "0.2", "0.3", "0.6")
@@ -227,6 +229,8 @@ def _quality(args: argparse.Namespace) -> None:
     from simlab.judge.quality.runs import judge, live_runs, without_budget
     from simlab.judge.quality.text import quality_json, quality_text
     from simlab.judge.scores.scoring import Engines
+    from simlab.trace.provenance import text_digest
+    from simlab.types import Provenance
 
     out = check_output(args.out, "--out", args.force, (".json",)) if args.out is not None else None
     form = args.form or DEFAULT_FORM
@@ -240,7 +244,9 @@ def _quality(args: argparse.Namespace) -> None:
         warn_about_cells(cells, engines.get().header())
         progress = stack.enter_context(Progress("quality"))
         runs = live_runs(texts, cells, RunStore(folder, engines), progress, train=args.train)
-    found = judge(runs, args.calibrate, args.budget, form)
+        digest = text_digest([text.tokens for text in texts])
+        provenance = Provenance(engines.get().model_digest, digest, simlab=__version__)
+    found = judge(runs, args.calibrate, args.budget, form, provenance)
     several = len(texts) > 1 and len(args.budget) > 1
     apart = without_budget(runs, args.calibrate, args.budget) if several else []
     if out is not None:
@@ -261,4 +267,5 @@ def keep_folder(keep: str | None, stack: ExitStack) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"--keep {keep}: {error.strerror}") from error
+    stack.enter_context(locked(folder, f"--keep {keep}"))
     return folder

@@ -41,6 +41,7 @@ def add_commands(commands: Any) -> None:
     parser.add_argument("--out", required=True, metavar="T.trace", help="the trace folder to write")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--text", metavar="FILE", help="score this text, one token per graph")
+    parser.add_argument("--tokens", type=whole_number(2), metavar="N", help="most tokens of the --text")
     source.add_argument(
         "--prompt",
         action="append",
@@ -88,7 +89,9 @@ def _record(args: argparse.Namespace) -> None:
     if args.prompt is not None and args.n is None:
         raise InputError("-n: is missing; --prompt wants the number of tokens to generate, 1 or more")
     if args.text is not None and args.n is not None:
-        raise InputError("-n: goes with --prompt; a --text is scored whole")
+        raise InputError("-n: goes with --prompt; --tokens cuts a --text")
+    if args.prompt is not None and args.tokens is not None:
+        raise InputError("--tokens: goes with --text; -n is the number of tokens to generate")
     from simlab.record.run import record_command
 
     record_command(args)

@@ -18,6 +18,7 @@ from simlab.cells import (
     check_eviction,
     check_live,
     effective_k,
+    recorded_budget,
     resolve_budget,
 )
 from simlab.errors import InputError, SimlabWarning
@@ -223,7 +224,7 @@ def cells_from_args(
         raise InputError("--route: one value here, sweep and validate take several; compose policies with +")
     scope, routes, evicts = args.scope, args.route, args.evict
     if recorded is not None:
-        default_budget = recorded.budget or _recorded_bytes(recorded)
+        default_budget = recorded_budget(recorded)
         if not args.budget:
             scope = scope or recorded.scope
         if not (routes or args.margin or args.drop or args.top_k):
@@ -254,6 +255,8 @@ def cells_from_args(
 def recorded_route(header: TraceHeader) -> str:
     """The route a trace was recorded under, as `--route` takes it.
 
+    Where the trace holds what ran and not what the router picked, that already is what a rerank or swap made of it.
+
     Raises:
         InputError: it was a user's file, which the trace does not carry, or its knobs are not known.
     """
@@ -261,11 +264,13 @@ def recorded_route(header: TraceHeader) -> str:
     for name in (header.route or "original").split("+"):
         _refuse_file("--route", name, header)
         policy = find_routing(name)
+        if not header.router_known and policy.stage in ("rerank", "swap"):
+            continue
         knobs = {k: header.knobs.get(f"{name}.{k}", header.knobs.get(k)) for k in policy.knobs}
         if None in knobs.values():
             raise InputError(f"the trace was recorded under {name} with unknown knobs; give --route")
         parts.append(name + (":" + ",".join(f"{k}={v!r}" for k, v in knobs.items()) if knobs else ""))
-    return "+".join(parts)
+    return "+".join(parts) or "original"
 
 
 def recorded_evict(header: TraceHeader) -> str:
@@ -299,14 +304,6 @@ def _refuse_file(option: str, name: str, header: TraceHeader) -> None:
             f"the trace was recorded under a policy file, {file}, which it does not carry; "
             f"give that file with {option} {file}{knobs}"
         )
-
-
-def _recorded_bytes(header: TraceHeader) -> str | None:
-    """The cache size a trace was recorded at, where only its bytes are known."""
-    if header.budget_bytes is None:
-        return None
-    # A power of two divides exactly, and repr gives the digits that read back as the same float.
-    return f"{header.budget_bytes / MIB!r}MiB" if header.budget_bytes else "off"
 
 
 def warn_about_cells(cells: Sequence[Cell], header: TraceHeader) -> None:

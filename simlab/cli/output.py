@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from simlab.cells import route_spec
 from simlab.errors import RunError
-from simlab.types import Cell, CellNumbers, PhaseNumbers
+from simlab.files import replacing
+from simlab.types import Cell, CellNumbers, PhaseNumbers, Provenance, known_fields
 
 if TYPE_CHECKING:
     import polars as pl
@@ -30,7 +30,9 @@ INTERVALS = "intervals"
 """The field of 95 % intervals, [low, high] by name; in the flat table JSON text, or null where there are none."""
 READ_AHEAD = "read_ahead"
 """The field of what look-ahead read, numbers by name, likewise."""
-JSON_TEXT = (INTERVALS, READ_AHEAD)
+PROVENANCE = "provenance"
+"""The field of what the numbers are of, texts by name, likewise."""
+JSON_TEXT = (INTERVALS, READ_AHEAD, PROVENANCE)
 TABLE_LEGEND = (
     "Columns of the table, decode only: cycles = budget in token cycles; hit % of the expert lookups; MiB/token read;\n"
     "cold = first misses of an expert, capacity = the others; subst. %, dropped % of the routed slots;\n"
@@ -64,7 +66,7 @@ def cell_to_json(numbers: CellNumbers) -> dict[str, Any]:
     cell = numbers.cell
     fields = {
         "source": numbers.source,
-        "route": cell.route.name,
+        "route": cell.route.known_name,
         "knobs": dict(cell.route.knobs),
         "margin": cell.margin,
         "drop": cell.drop,
@@ -83,6 +85,7 @@ def cell_to_json(numbers: CellNumbers) -> dict[str, Any]:
     rest = {name: getattr(numbers, name) for name in (*LIVE_FIELDS, "note")}
     rest[INTERVALS] = dict(numbers.intervals) or None
     rest[READ_AHEAD] = None if numbers.read_ahead is None else dict(numbers.read_ahead)
+    rest[PROVENANCE] = None if numbers.provenance is None else known_fields(numbers.provenance)
     return json_value(fields | {name: value for name, value in rest.items() if value is not None})
 
 
@@ -91,7 +94,7 @@ def cells_schema() -> dict[str, Any]:
     import polars as pl
 
     def of(annotation: str) -> Any:
-        return pl.Int64 if annotation == "int" else pl.Float64
+        return pl.Int64 if annotation.startswith("int") else pl.Float64
 
     schema: dict[str, Any] = {
         "source": pl.String, "route": pl.String, "knobs": pl.String, "margin": pl.Float64, "drop": pl.Float64,
@@ -132,10 +135,14 @@ def cells_from_frame(frame: pl.DataFrame, cells: Sequence[Cell]) -> list[CellNum
     alike = ("source", "budget_mib", "budget_cycles", "top_k", *LIVE_FIELDS, "note")
     return [
         CellNumbers(
-            cell=cell,
+            cell=dataclasses.replace(
+                cell,
+                route=dataclasses.replace(cell.route, router_known=row["decode_substituted"] is not None),
+            ),
             decode=phase(row, "decode"),
             all=phase(row, "all"),
             read_ahead=json.loads(row[READ_AHEAD]) if row[READ_AHEAD] else None,
+            provenance=Provenance(**json.loads(row[PROVENANCE])) if row[PROVENANCE] else None,
             intervals={name: (low, high) for name, (low, high) in json.loads(row[INTERVALS] or "{}").items()},
             **{name: row[name] for name in alike},
         )
@@ -164,8 +171,8 @@ class _Estimate(NamedTuple):
     value: Callable[[CellNumbers], float | None]
 
 
-def _share(part: int, whole: int) -> float | None:
-    return part / whole if whole else None
+def _share(part: int | None, whole: int) -> float | None:
+    return part / whole if whole and part is not None else None
 
 
 _READS = (
@@ -271,15 +278,12 @@ def frame_table(frame: pl.DataFrame) -> str:
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a file beside `path` and rename it into place, so that nobody sees half of one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        write(temporary)
-        os.replace(temporary, path)
+        with replacing(path) as temporary:
+            write(temporary)
     except (OSError, *_polars_errors()) as error:
         why = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise RunError(f"{path}: writing failed: {why}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _polars_errors() -> tuple[type[Exception], ...]:

@@ -24,7 +24,7 @@ from simlab.cli.options import (
     warn_about_cells,
     whole_number,
 )
-from simlab.cli.output import Progress, align, cell_to_json, cell_words, print_json, say_written
+from simlab.cli.output import Progress, align, cell_to_json, cell_words, print_json, say_written, write_whole
 from simlab.errors import InputError
 
 if TYPE_CHECKING:
@@ -162,10 +162,20 @@ def _law(args: argparse.Namespace, trace: Trace) -> QualityModel | None:
     """The quality law: of a file, or calibrated live; None where there is none and none is needed."""
     from simlab.judge.pick_settings import check_law
     from simlab.judge.quality.law import QualityModel
+    from simlab.trace.provenance import check, trace_provenance
 
     path = Path(args.calibration) if args.calibration is not None else None
     if path is not None and (path.exists() or not args.check):
-        return QualityModel.load(path)
+        law = QualityModel.load(path)
+        check(
+            law.provenance,
+            trace_provenance(trace.header),
+            ("model",),
+            f"--calibration {path}",
+            f"the model of {trace.path}",
+            "calibrate on that model (simlab quality --out, or pick --live with a new file)",
+        )
+        return law
     law = None
     if args.check:
         from simlab.judge.pick_live import calibrate_law
@@ -175,7 +185,7 @@ def _law(args: argparse.Namespace, trace: Trace) -> QualityModel | None:
         with Progress("pick: calibrate") as progress:
             law = calibrate_law(trace, args.model, progress, **engine_options(args))
         if path is not None:
-            law.save(path)
+            write_whole(path, law.save)
             say_written(path)
     if args.max_ppl_increase is not None:
         return check_law(law, "--max-ppl-increase")

@@ -62,8 +62,11 @@ def add_commands(commands: Any) -> None:
     parser.add_argument("--limit", type=whole_number(1), metavar="N", help="the first N problems only")
     parser.add_argument(
         "--allow-code-execution",
-        action="store_true",
-        help="run the code the model writes, in a process with limits; it is no sandbox against malice",
+        nargs="?",
+        const="protected",
+        choices=("protected", "unprotected"),
+        help="run the code the model writes, under bubblewrap; =unprotected: in a process with limits alone, where it "
+        "can do what you can do",
     )
     parser.set_defaults(run=_humaneval)
 
@@ -98,9 +101,9 @@ def _choices(args: argparse.Namespace) -> None:
 
 
 def _humaneval(args: argparse.Namespace) -> None:
-    if not args.allow_code_execution:
+    if args.allow_code_execution is None:
         raise InputError(
-            "--allow-code-execution: is missing; humaneval runs code that the model writes, in a process with limits"
+            "--allow-code-execution: is missing; humaneval runs code that the model writes, in a sandbox"
         )
     from simlab.judge.scores.humaneval import humaneval_command
 

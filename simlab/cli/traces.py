@@ -21,6 +21,11 @@ def add_commands(commands: Any) -> None:
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help="recognised by their content, in any order")
     parser.add_argument("--out", required=True, metavar="T.trace", help="the trace folder to write")
+    parser.add_argument(
+        "--route",
+        metavar="SPEC",
+        help="what the recorded run ran under, such as original or substitute:L=.15; a route_trace cannot say",
+    )
     add_force(parser)
     _add_facts(parser)
     parser.set_defaults(run=_import)
@@ -48,12 +53,19 @@ def _add_facts(parser: argparse.ArgumentParser) -> None:
         _whole_numbers,
     )
     add("n-layer", "N", "layers of the model, dense ones included", whole_number(1))
-    add("moe-layers", "1-47", "layer numbers that have experts (default: all, from 0)")
+    add("moe-layers", "1-47", "layer numbers that have experts; others are left out (default: all, from 0)")
+    add("axes", "A,B,k", "of arrays: tokens,layers,k (default) or layers,tokens,k")
     add("gating", "G", "softmax, sigmoid or logits (a softmax over the selected only)")
     add(
         "score-space",
         "S",
         "prob: the scores are probabilities; raw: they are what the router ranked as they are",
+    )
+    group.add_argument(
+        "--selection-bias",
+        action="store_true",
+        default=None,
+        help="the scores hold a selection bias: they rank, and are no probabilities",
     )
     add("weight-rule", "normalise=1,..", "softmax_over_selected=, normalise=, clamp_min=, scale=")
     add("prefill", "N[,..]", "prompt tokens, of each turn if there are several", _whole_numbers)

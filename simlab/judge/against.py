@@ -50,12 +50,7 @@ class DecodeSeries(NamedTuple):
 
 def is_exact(cell: Cell) -> bool:
     """Whether a cell runs the router's own routing."""
-    return all(
-        s.policy.is_builtin("original")
-        or (s.policy.is_builtin("substitute") and s.knobs["L"] == 0)
-        or (s.policy.is_builtin("drop_cold") and s.knobs["F"] == 0)
-        for s in cell.route.steps
-    )
+    return all(step.is_exact for step in cell.route.steps)
 
 
 def baseline(cell: Cell, others: Sequence[CellNumbers]) -> CellNumbers | None:
@@ -169,7 +164,8 @@ def with_intervals(numbers: Sequence[CellNumbers], series: Sequence[DecodeSeries
     by_cell = {id(n): s for n, s in zip(numbers, series, strict=True)}
     made = []
     for n, s in zip(numbers, series, strict=True):
-        intervals = {**n.intervals, **intervals_of(s)}
+        own = {name: ends for name, ends in intervals_of(s).items() if getattr(n.decode, name, 0) is not None}
+        intervals = {**n.intervals, **own}
         base = baseline(n.cell, numbers)
         if base is not None and base is not n and len(by_cell[id(base)].turn) == len(s.turn):
             low, high = read_saved(by_cell[id(base)], s)

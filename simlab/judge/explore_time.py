@@ -14,6 +14,7 @@ from simlab.judge.quality.law import recorded_cell
 from simlab.judge.speed.token_time import Timings
 from simlab.judge.speed.trace_time_cells import Foreteller, Foretold, replay_work
 from simlab.judge.stats import UNKNOWN, Interval, block_bootstrap_mean
+from simlab.trace.provenance import trace_provenance
 from simlab.trace.store import Trace, open_trace
 from simlab.types import Cell
 
@@ -42,10 +43,11 @@ def alike(trace: Trace) -> list[Trace]:
     """The traces in the same folder that are of the same model and text, this one left out."""
     header, found = trace.header, []
     for path in sorted(trace.path.parent.glob("*.trace")):
-        if header.text_hash is None or path.resolve() == trace.path.resolve():
+        if path.resolve() == trace.path.resolve():
             continue
         other = open_trace(path)
-        if (other.header.model, other.header.text_hash) == (header.model, header.text_hash):
+        a, b = trace_provenance(header), trace_provenance(other.header)
+        if a.model is not None and a.text is not None and (a.model, a.text) == (b.model, b.text):
             found.append(other)
     return found
 

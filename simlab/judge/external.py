@@ -21,6 +21,7 @@ import polars as pl
 from simlab.errors import InputError
 from simlab.judge.against import recorded_series, with_intervals
 from simlab.judge.measure import measure
+from simlab.judge.validate import check_model
 from simlab.record.cache import live_cache
 from simlab.record.external import ExternalEngine, ExternalRun, Source
 from simlab.replay.run import sweep
@@ -46,6 +47,8 @@ def validate_external(
         InputError: the text is not the trace's, or the binary has no such cell. RunError: the binary failed.
     """
     check_source(trace, source)
+    if trace.header.engine == "simlab":
+        check_model(trace, engine.model)
     for cell in cells:  # before anything runs
         engine.arguments(cell, trace.header, source, Path())
     replays = sweep(trace, cells)
@@ -53,7 +56,7 @@ def validate_external(
     for i, cell in enumerate(cells):
         with tempfile.TemporaryDirectory(prefix="simlab-external-") as folder:
             run = engine.run(cell, trace.header, source, Path(folder))
-            live = external_numbers(run, cell)
+            live = dataclasses.replace(external_numbers(run, cell), provenance=replays[i].provenance)
             if source.text is None:
                 live = dataclasses.replace(live, note=f"{live.note}; {_FREE}" if live.note else _FREE)
         lives.append(live)
@@ -97,7 +100,7 @@ def external_numbers(run: ExternalRun, cell: Cell) -> CellNumbers:
             _UNKNOWN if substituted is not None else f"{_UNKNOWN}; neither are the substituted slots"
         )
         phases = {
-            phase: dataclasses.replace(getattr(numbers, phase), agreement=None, substituted=substituted or 0)
+            phase: dataclasses.replace(getattr(numbers, phase), agreement=None, substituted=substituted)
             for phase in ("decode", "all")
         }
         numbers = dataclasses.replace(numbers, decode=phases["decode"], all=phases["all"])

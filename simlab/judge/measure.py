@@ -7,6 +7,7 @@ that a difference between replay and live is a difference in what happened.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -15,7 +16,7 @@ import polars as pl
 from simlab.cells import MIB, effective_k, resolve_budget
 from simlab.errors import InputError
 from simlab.judge.stats import block_bootstrap_mean
-from simlab.replay.columns import ColumnNeeds, TraceColumns
+from simlab.replay.columns import ColumnNeeds, TraceColumns, unknown_numbers
 from simlab.replay.run import CHUNK_ROWS
 from simlab.trace.store import Trace
 from simlab.types import DECODE, THROW_AWAY_TURN, Cell, CellNumbers, PhaseNumbers
@@ -67,6 +68,7 @@ def measure(trace: Trace, cell: Cell, rows: pl.DataFrame | None = None) -> CellN
         nll=mean_nll,
         read_ahead=_read_ahead(trace),
         intervals={name: (low, high) for name, (low, high) in intervals.items() if math.isfinite(low)},
+        provenance=header.provenance,
     )
 
 
@@ -191,8 +193,7 @@ def _phase(trace: Trace, rows: pl.DataFrame, tokens: pl.DataFrame, off: bool) ->
     def mean(name: str) -> float | None:
         return float(rows[name].sum()) / events if events else None
 
-    has_scores = trace.has_scores
-    return PhaseNumbers(
+    numbers = PhaseNumbers(
         tokens=n_tokens,
         lookups=total["lookups"],
         hits=total["hits"],
@@ -209,7 +210,8 @@ def _phase(trace: Trace, rows: pl.DataFrame, tokens: pl.DataFrame, off: bool) ->
         evictions=total["evictions"],
         # A miss after the first can only be of an entry that left; with the cache off nothing ever stayed.
         rereads=0 if off else misses - cold,
-        mass_displaced=mean("mass") if has_scores else None,
-        score_regret=mean("regret") if has_scores else None,
+        mass_displaced=mean("mass"),
+        score_regret=mean("regret"),
         agreement=mean("agreement"),
     )
+    return dataclasses.replace(numbers, **dict.fromkeys(unknown_numbers(trace)))

@@ -9,15 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from simlab.cells import build_cells
+import simlab
+from simlab.cells import build_cells, recorded_budget
 from simlab.errors import InputError
 from simlab.judge.pick_settings import Rise, Setting, rise_of
 from simlab.judge.quality.law import QualityModel, calibrate
 from simlab.judge.speed.time_check_live import CheckedRun, check_cells
-from simlab.judge.validate import planned_graphs, run_live
+from simlab.judge.validate import check_live, planned_graphs, run_live
 from simlab.record.engine import Engine
+from simlab.trace.provenance import trace_provenance
 from simlab.trace.store import Trace
-from simlab.types import Cell
+from simlab.types import Cell, Provenance
 
 CALIBRATION_MARGINS = ("0.15", "0.3", "0.6")
 """Margins of the live runs a quality law is fitted on, at the recorded budget."""
@@ -38,14 +40,17 @@ def calibrate_law(
         InputError: the trace was not recorded under the original routing, or carries no losses, scores or token ids.
     """
     header = trace.header
-    if (header.route or "original") != "original":
+    if not header.router_known or (header.route or "original") != "original":
         raise InputError(
-            f"{trace.path}: was recorded under {header.route}, and a rise in perplexity is one over the original "
-            "routing; calibrate on a trace of that, or give --calibration F.json"
+            f"{trace.path}: was recorded under {header.route or 'an unknown routing'}, and a rise in perplexity is one "
+            "over the original routing; calibrate on a trace of that, or give --calibration F.json"
         )
     cells = build_cells(
-        budgets=[header.budget or "off"], margins=CALIBRATION_MARGINS, scope=header.scope or "global"
+        budgets=[recorded_budget(header) or "off"],
+        margins=CALIBRATION_MARGINS,
+        scope=header.scope or "global",
     )
+    check_live(trace, model)
     graphs = planned_graphs(trace)
     with tempfile.TemporaryDirectory(prefix="simlab-law-") as folder, Engine(model, **options) as engine:
         recordings = []
@@ -53,7 +58,9 @@ def calibrate_law(
             recordings.append(run_live(engine, graphs, cell, Path(folder) / f"{i}.trace"))
             if progress is not None:
                 progress((i + 1) / len(cells))
-        return QualityModel.fit(calibrate(trace, recordings))
+        of = trace_provenance(header)
+        provenance = Provenance(engine.model_digest, of.text, simlab=simlab.__version__)
+        return QualityModel.fit(calibrate(trace, recordings), provenance=provenance)
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ the same ids with the same cuts between graphs, and its numbers come from its ow
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
+import os
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,18 @@ import polars as pl
 from numpy.typing import NDArray
 
 from simlab.cells import effective_k
-from simlab.errors import InputError
+from simlab.errors import InputError, RunError
 from simlab.judge.against import DecodeSeries, recorded_series, with_intervals
 from simlab.judge.measure import decode_losses, measure, row_counts
 from simlab.judge.stats import paired_difference
 from simlab.prefetch import parse_prefetch
 from simlab.record.engine import EMBEDDED_MODEL, Engine
+from simlab.record.gguf import read_gguf
 from simlab.record.plan import PlannedGraph
-from simlab.record.recorder import Recorder
 from simlab.replay.run import TraceLike, sweep
-from simlab.trace.store import Trace, TraceWriter, open_trace
-from simlab.types import PREFILL, THROW_AWAY_TURN, Cell, CellNumbers, Comparison
+from simlab.trace.provenance import check, differing
+from simlab.trace.store import Trace, open_trace
+from simlab.types import PREFILL, THROW_AWAY_TURN, Cell, CellNumbers, Comparison, Provenance
 
 
 def validate(
@@ -51,7 +53,7 @@ def validate(
         InputError: the trace carries no token ids, or was recorded with another model.
     """
     trace = trace if isinstance(trace, Trace) else open_trace(trace)
-    _check_model(trace, Path(model) if model is not None else EMBEDDED_MODEL)
+    check_live(trace, model)
     graphs = planned_graphs(trace)
     cells, replays = _replayed(trace, cells, engine_options.get("prefetch"), engine_options.get("train"))
     lives: dict[int, CellNumbers] = {}
@@ -71,6 +73,9 @@ def validate(
                 live = run_live(engine, graphs, cells[i], Path(folder) / "live.trace")
                 rows = row_counts(live)
                 lives[i], series[i] = measure(live, cells[i], rows), recorded_series(live, rows)
+                lives[i] = replace(
+                    lives[i], provenance=replays[i].provenance, note=compare_with_recording(trace, live)
+                )
                 losses[i] = decode_losses(live)["nll"].to_numpy()
             if progress is not None:
                 progress((done + 1) / len(cells))
@@ -91,14 +96,12 @@ def _replayed(
     if prefetch is None:
         return list(cells), sweep(trace, cells, train=train)
     spec = parse_prefetch(prefetch)
-    ahead = [dataclasses.replace(cell, prefetch=spec.text) for cell in cells]
+    ahead = [replace(cell, prefetch=spec.text) for cell in cells]
     if spec.kind == "previous_token" or spec.text == trace.header.prefetch:
         return ahead, sweep(trace, ahead, train=train)
     note = f"without the look-ahead of the live run: the trace was not recorded with {spec.text}"
     plain = zip(ahead, sweep(trace, cells, train=train), strict=True)
-    noted = [
-        dataclasses.replace(n, cell=cell, note="; ".join(filter(None, (n.note, note)))) for cell, n in plain
-    ]
+    noted = [replace(n, cell=cell, note="; ".join(filter(None, (n.note, note)))) for cell, n in plain]
     return ahead, noted
 
 
@@ -111,7 +114,7 @@ def _beside_first(live: CellNumbers, first: NDArray[np.float64], losses: NDArray
     if math.isfinite(low):
         intervals["ppl_ratio"] = math.exp(low), math.exp(high)
     ratio = math.exp(difference) if math.isfinite(difference) else None
-    return dataclasses.replace(live, ppl_ratio=ratio, intervals=intervals)
+    return replace(live, ppl_ratio=ratio, intervals=intervals)
 
 
 def planned_graphs(trace: Trace) -> list[tuple[PlannedGraph, list[int], int | None]]:
@@ -152,8 +155,7 @@ def run_live(
 ) -> Trace:
     """Run planned graphs under a cell into a new trace, and open it."""
     engine.start(cell)
-    with TraceWriter(out, engine.header(cell), effective_k(cell.route, engine.header())) as writer:
-        recorder = Recorder(writer)
+    with engine.recording(cell, out) as recorder:
         turn = None
         for plan, tokens, following in graphs:
             # A turn that goes on at a later position kept the context of the one before.
@@ -161,19 +163,67 @@ def run_live(
                 engine.forget_context()
             turn = plan.turn
             engine.run_graph(plan, tokens, following, recorder)
-        recorder.flush()
     return open_trace(out)
 
 
-def _check_model(trace: Trace, model: Path) -> None:
+def check_live(trace: Trace, model: str | os.PathLike[str] | None) -> None:
+    """Refuse a trace whose tokens and graphs cannot be run again on this model.
+
+    Raises:
+        InputError: it is of another model, or simlab did not record it.
+    """
     if trace.header.engine != "simlab":
         raise InputError(
             f"{trace.path}: was not recorded by simlab, so its token ids and graphs are not known"
         )
-    if trace.header.model != model.name:
-        raise InputError(
-            f"{trace.path}: was recorded with {trace.header.model}, not {model.name}; name that model"
+    check_model(trace, Path(model) if model is not None else EMBEDDED_MODEL)
+
+
+def check_model(trace: Trace, model: Path) -> None:
+    """Refuse a recording of another model, whatever the files are called.
+
+    Raises:
+        InputError: it is of another model, or `model` is none that simlab can read.
+    """
+    check(
+        trace.header.provenance,
+        Provenance(model=read_gguf(model).digest()),
+        ("model",),
+        str(trace.path),
+        f"the model {model}",
+        f"give the one it was recorded with, then called {trace.header.model}",
+    )
+
+
+def compare_with_recording(trace: Trace, live: Trace) -> str | None:
+    """A live run of a trace's tokens beside the recording, if both ran under one setting: ids should be the same.
+
+    Returns a note for the run's numbers where another processor or llama.cpp picked other experts.
+
+    Raises:
+        RunError: they differ although processor and llama.cpp are the same.
+    """
+    a, b = trace.header, live.header
+    if a.provenance is None or b.provenance is None or a.provenance.policy is None:
+        return None
+    if differing(a.provenance, b.provenance, ("policy", "budget")):
+        return None
+
+    def ids(of: Trace) -> NDArray[np.int32]:
+        counted = of.routing.filter(pl.col("turn") != THROW_AWAY_TURN).select("experts")
+        return of.collect("routing", counted).to_series().to_numpy().reshape(-1, of.width)
+
+    recorded, ran = ids(trace), ids(live)
+    n = min(len(recorded), len(ran))  # a recording may have been cut short within its last graph
+    share = float((recorded[:n] != ran[:n]).mean()) if n else 0.0
+    if share == 0:
+        return None
+    text = f"the recording ran other experts in {100 * share:.2f} % of slots under this very setting"
+    if (a.cpu, a.engine_version) == (b.cpu, b.engine_version):
+        raise RunError(
+            f"{trace.path}: {text}, on the same processor and llama.cpp; trace or model is damaged: record again"
         )
+    return f"{text} ({a.cpu}, {a.engine_version}; here {b.cpu}, {b.engine_version})"
 
 
 def validate_command(args: argparse.Namespace) -> None:

@@ -103,7 +103,7 @@ class Discovery:
     def _look(self, pointer: int) -> None:
         tensor, op = Tensor.from_address(pointer), op_codes()
         if tensor.op == op["MUL_MAT_ID"]:
-            match = _EXPERT_TENSOR.match(Tensor.from_address(tensor.src[0]).name.decode())
+            match = _EXPERT_TENSOR.match(Tensor.from_address(tensor.src[0]).name.decode(errors="replace"))
             if match:
                 self._experts.setdefault(int(match[1]), {})[match[2]] = tensor.src[0]
                 self._empty(tensor.src[0])
@@ -171,8 +171,8 @@ class Discovery:
         if seen.op in (op["MUL_MAT"], op["ADD"]):
             return "logits", "raw"
         raise RunError(
-            f"{self._model}: the router sorts a tensor ({seen.name.decode()}) made by an operation simlab does not "
-            "know; its routing cannot be read"
+            f"{self._model}: the router sorts a tensor ({seen.name.decode(errors='replace')}) made by an operation "
+            "simlab does not know; its routing cannot be read"
         )
 
     def result(self) -> Routing:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import hashlib
 import os
 import resource
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,9 +37,11 @@ from simlab.record.machine import check_top_k, cpu_name, default_threads
 from simlab.record.plan import PlannedGraph, chunks, text_graphs
 from simlab.record.reads import ReadLanes
 from simlab.record.recorder import GraphPlace, Recorder
+from simlab.record.trial import try_loading
 from simlab.replay.training import load_training
+from simlab.trace.provenance import run_provenance, text_digest
 from simlab.trace.store import TraceWriter
-from simlab.types import DECODE, PREFILL, THROW_AWAY_TURN, Cell, TraceHeader
+from simlab.types import DECODE, PREFILL, THROW_AWAY_TURN, Cell, Provenance, TraceHeader
 
 EMBEDDED_MODEL = Path(__file__).resolve().parent.parent / "data" / "tiny-moe-q8_0.gguf"
 _LANES = range(1, 9)
@@ -92,6 +96,8 @@ class Engine:
         self.prefetch = parse_prefetch(prefetch) if prefetch is not None else None
         check_layout()
         self.gguf = read_gguf(Path(model) if model is not None else EMBEDDED_MODEL)
+        self._model_files = self._stat_model()
+        self.model_digest = self.gguf.digest()
         if top_k is not None:
             check_top_k(top_k, self.gguf)
         self.top_k = top_k
@@ -100,6 +106,7 @@ class Engine:
         self._lanes: ReadLanes | None = None
         self._ahead_lanes: ReadLanes | None = None
         self.gguf.read_dense_ahead()
+        try_loading(self.gguf.path, self.gguf.files)
         discovery = Discovery(self.gguf.path.name)
         self._llama = Llama(
             self.gguf.path,
@@ -165,12 +172,52 @@ class Engine:
         """Token ids of a text."""
         return self._llama.tokenize(text.encode() if isinstance(text, str) else text)
 
+    @property
+    def bos(self) -> int | None:
+        """The token that the vocabulary puts before a text, None where it puts none."""
+        return self._llama.bos
+
+    def windowed(self, tokens: Sequence[int]) -> list[int]:
+        """A text's tokens as `score` takes them: where the vocabulary adds a BOS, one at the head of every window."""
+        if self.bos is None:
+            return list(tokens)
+        body = tokens[1:] if tokens and tokens[0] == self.bos else tokens
+        starts = range(0, len(body), self.window - 1)
+        return [t for at in starts for t in (self.bos, *body[at : at + self.window - 1])]
+
     def detokenize(self, tokens: Sequence[int]) -> bytes:
         """The bytes of a token sequence."""
         return self._llama.detokenize(tokens)
 
-    def header(self, cell: Cell | None = None, text: bytes = b"") -> TraceHeader:
-        """The header of a recording of this model under a cell."""
+    def _stat_model(self) -> list[tuple[int, int, int]]:
+        found = [path.stat() for path in self.gguf.files]
+        return [(f.st_ino, f.st_size, f.st_mtime_ns) for f in found]
+
+    def check_model(self) -> None:
+        """Refuse to go on if the model's files are no longer those that were opened.
+
+        Raises:
+            RunError: they were written to, so that what was read of them is of no one model.
+        """
+        try:
+            changed = self._stat_model() != self._model_files or self.gguf.digest() != self.model_digest
+        except (OSError, InputError) as error:
+            raise RunError(f"{self.gguf.path}: cannot be read any more ({error}); record again") from error
+        if changed:
+            raise RunError(
+                f"{self.gguf.path}: was written to while it ran, so this recording is of no one model; "
+                "it is left unfinished, record again"
+            )
+
+    def header(
+        self, cell: Cell | None = None, text: bytes = b"", tokens: Sequence[Sequence[int]] = ()
+    ) -> TraceHeader:
+        """The header of a recording of this model under a cell.
+
+        Args:
+            text: the bytes recorded. tokens: the ids run, one sequence a prompt, and of a generation how many to make;
+                () where that is not said.
+        """
         assert self._lanes is not None
         g, entry_bytes = self.gguf, self._experts.entry_bytes
         base = TraceHeader(
@@ -183,9 +230,12 @@ class Engine:
             score_space=self.routing.score_space,
             weight_rule=self.routing.weight_rule,
             entry_bytes=entry_bytes,
+            provenance=Provenance(model=self.model_digest),
         )
         if cell is None:
             return base
+        if self.prefetch is not None:
+            cell = dataclasses.replace(cell, prefetch=self.prefetch.text)
         steps = cell.route.steps
         hashes = [s.policy.source_hash for s in steps] + [find_eviction(cell.evict).source_hash]
         return TraceHeader(
@@ -211,6 +261,13 @@ class Engine:
                 "cpu": cpu_name(),
                 "text_hash": hashlib.sha256(text).hexdigest() if text else None,
                 "created": datetime.now(UTC).isoformat(timespec="seconds"),
+                "provenance": run_provenance(
+                    base,
+                    cell,
+                    model=self.model_digest,
+                    text=text_digest(tokens) if tokens else None,
+                    train=self.training.identity if self.training is not None else None,
+                ),
             }
         )
 
@@ -432,18 +489,35 @@ class Engine:
         self._n_past = plan.first_position + len(tokens)
         return GraphResult(plan, logits, nll, hook.tally)
 
+    @contextlib.contextmanager
+    def recording(
+        self, cell: Cell, out: Path, *, text: bytes = b"", tokens: Sequence[Sequence[int]] = ()
+    ) -> Iterator[Recorder]:
+        """A recorder of this session into a new trace folder, which is complete if the block and the model hold.
+
+        Args:
+            text, tokens: as for `header`.
+
+        Raises:
+            RunError: the model's files were written to; the trace is then not complete.
+        """
+        with TraceWriter(
+            out, self.header(cell, text, tokens), effective_k(cell.route, self.header())
+        ) as writer:
+            recorder = Recorder(writer)
+            try:
+                yield recorder
+            finally:
+                recorder.flush()
+            self.check_model()
+
     def record_text(
         self, tokens: Sequence[int], cell: Cell, out: Path, *, text: bytes = b"", progress: Any = None
     ) -> None:
         """Record a teacher-forced decode of a text into a new trace folder."""
         self.start(cell)
-        width = effective_k(cell.route, self.header())
-        with TraceWriter(out, self.header(cell, text), width) as writer:
-            recorder = Recorder(writer)
-            try:
-                self.score(tokens, recorder, progress)
-            finally:
-                recorder.flush()
+        with self.recording(cell, out, text=text, tokens=[tokens]) as recorder:
+            self.score(tokens, recorder, progress)
 
     def record_generation(
         self,
@@ -461,16 +535,11 @@ class Engine:
         The expert cache stays from turn to turn, and with `keep_context` the KV state does.
         """
         self.start(cell)
-        width = effective_k(cell.route, self.header())
         made = []
-        with TraceWriter(out, self.header(cell, text), width) as writer:
-            recorder = Recorder(writer)
-            try:
-                for turn, prompt in enumerate(prompts):
-                    kept = keep_context and turn > 0
-                    made.append(self.generate(prompt, n, recorder, turn, progress, keep_context=kept))
-            finally:
-                recorder.flush()
+        with self.recording(cell, out, text=text, tokens=[*prompts, [n]]) as recorder:
+            for turn, prompt in enumerate(prompts):
+                kept = keep_context and turn > 0
+                made.append(self.generate(prompt, n, recorder, turn, progress, keep_context=kept))
         return made
 
     # -- life ----------------------------------------------------------------------------------

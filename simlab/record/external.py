@@ -14,13 +14,12 @@ import os
 import re
 import signal
 import subprocess
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from simlab.cells import MIB, resolve_budget
-from simlab.errors import InputError, RunError, SimlabWarning
+from simlab.errors import InputError, RunError
 from simlab.trace.importer import import_files
 from simlab.trace.store import Trace, open_trace
 from simlab.types import Cell, TraceHeader
@@ -129,10 +128,9 @@ class ExternalEngine:
             raise RunError(f"{self.binary}: ended well but wrote no route trace{': ' + said if said else ''}")
         files = [str(route), *([str(metrics)] if _has_rows(metrics) else [])]
         try:
-            with warnings.catch_warnings():
-                # The threshold that a route trace does not name is the cell's.
-                warnings.filterwarnings("ignore", ".*threshold the file does not name", SimlabWarning)
-                trace = open_trace(import_files(files, str(folder / "external.trace")))
+            # What a route trace does not say of its policy is the cell's.
+            facts = {"route": cell.route}
+            trace = open_trace(import_files(files, str(folder / "external.trace"), facts=facts))
         except InputError as error:
             raise RunError(f"{self.binary}: wrote what cannot be read: {error}") from error
         if trace.header.n_expert != header.n_expert:

@@ -7,6 +7,7 @@ the only place that knows the layout. `check_layout` refuses a build whose layou
 from __future__ import annotations
 
 import ctypes
+import os
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -57,6 +58,8 @@ def engine_missing() -> RunError:
 @cache
 def libraries() -> tuple[ctypes.CDLL, Any]:
     """(libggml-base, the llama_cpp low-level module)."""
+    # Where ggml aborts, its one line says more than the debugger it would start.
+    os.environ.setdefault("GGML_NO_BACKTRACE", "1")
     try:
         import llama_cpp.llama_cpp as llama
     except ImportError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,8 +27,9 @@ _log_callback: Any = None
 
 
 def silence_logs() -> None:
-    """Keep llama.cpp's log in memory; its last error is quoted when something fails."""
+    """Keep llama.cpp's log in memory, from here on; its first error is quoted when something fails."""
     global _log_callback
+    _log_lines.clear()
     if _log_callback is None:
         _, llama = libraries()
 
@@ -39,9 +41,10 @@ def silence_logs() -> None:
         llama.llama_backend_init()
 
 
-def _last_log() -> str:
-    interesting = [line for line in _log_lines if "error" in line.lower() or "fail" in line.lower()]
-    return (interesting or list(_log_lines) or ["no message"])[-1]
+def log_error() -> str:
+    """The first error in llama.cpp's log, which what follows only repeats; where there is none, its last line."""
+    errors = [line for line in _log_lines if re.search("error|fail|invalid|expected", line, re.IGNORECASE)]
+    return (errors or [*_log_lines][-1:] or ["no message"])[0]
 
 
 class Llama:
@@ -87,10 +90,18 @@ class Llama:
         with loaded:
             self._model = llama.llama_model_load_from_file(str(path).encode(), params)
         if not self._model:
-            raise InputError(f"{path}: llama.cpp cannot load this model: {_last_log()}")
+            raise InputError(f"{path}: llama.cpp cannot load this model: {log_error()}")
         self._vocab = llama.llama_model_get_vocab(self._model)
         self.n_vocab = llama.llama_vocab_n_tokens(self._vocab)
+        adds_bos = llama.llama_vocab_get_add_bos(self._vocab)
+        self.bos: int | None = llama.llama_vocab_bos(self._vocab) if adds_bos else None
+        """The token that the vocabulary puts before a text, if it does."""
         self.n_ctx_train = llama.llama_model_n_ctx_train(self._model)
+        if self.n_ctx_train < 2:
+            self.close()
+            raise InputError(
+                f"{path}: its context_length says {self.n_ctx_train} tokens; at least 2 are needed"
+            )
         if n_ctx is not None and not 2 <= n_ctx <= self.n_ctx_train:
             self.close()
             raise InputError(
@@ -126,7 +137,7 @@ class Llama:
         if not self._context:
             self.close()
             raise RunError(
-                f"{self._path}: llama.cpp cannot make a context of {self.n_ctx} tokens: {_last_log()}"
+                f"{self._path}: llama.cpp cannot make a context of {self.n_ctx} tokens: {log_error()}"
             )
 
     def _need_model(self) -> None:
@@ -150,7 +161,10 @@ class Llama:
         buffer = ctypes.create_string_buffer(256)
         for token in tokens:
             n = self._llama.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, False)
-            pieces.append(buffer.raw[: max(n, 0)])
+            if n < 0:  # the size it needs
+                buffer = ctypes.create_string_buffer(-n)
+                n = self._llama.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, False)
+            pieces.append(buffer.raw[:n])
         return b"".join(pieces)
 
     def ends_generation(self, token: int) -> bool:
@@ -181,7 +195,7 @@ class Llama:
         if status != 0:
             raise RunError(
                 f"llama.cpp refused a graph of {len(tokens)} tokens at position {first_position} "
-                f"(status {status}, context {self.n_ctx}): {_last_log()}"
+                f"(status {status}, context {self.n_ctx}): {log_error()}"
             )
         if output_all:
             logits = self._llama.llama_get_logits(self._context)

@@ -18,7 +18,7 @@ from simlab.record.gguf import read_gguf
 from simlab.record.machine import auto_budget
 from simlab.record.plan import SKIP
 from simlab.trace.measured import measured, measured_text
-from simlab.trace.store import open_trace, prepare_folder
+from simlab.trace.store import check_output, open_trace, prepare_folder
 from simlab.types import DECODE, Step, TraceHeader
 
 _MIB = 1 << 20
@@ -55,13 +55,12 @@ def open_engine(
 def record_command(args: argparse.Namespace) -> None:
     """Record a text or a generation under one cell."""
     out = Path(args.out)
-    if out.exists() and not args.force:
-        raise InputError(f"--out {out}: exists already; add --force to replace it")
     if args.text is not None and not Path(args.text).is_file():
         raise InputError(f"--text {args.text}: no such file")
     for given in filter(None, (args.model, args.text)):
         if out.exists() and Path(given).exists() and out.samefile(given):
             raise InputError(f"--out {out}: is an input of this recording")
+    check_output(out, args.force)
     # Wrong options are refused before a model is loaded; the budget, if left out, is not known until then.
     route = cells_from_args(args, "1MiB")[0].route
     step = route.step("width")
@@ -74,7 +73,10 @@ def record_command(args: argparse.Namespace) -> None:
         warn_about_cells([cell], header)
         prompts = [engine.tokenize(prompt) for prompt in args.prompt or ()]
         text = Path(args.text).read_bytes() if args.text is not None else "\n".join(args.prompt).encode()
-        tokens = engine.tokenize(text)
+        whole = engine.windowed(engine.tokenize(text))
+        tokens = whole[: args.tokens]
+        if len(tokens) < len(whole):
+            text = engine.detokenize(tokens)  # what the header's hash is of
         if len(tokens) < 2 and args.text is not None:
             raise InputError(f"--text {args.text}: has {len(tokens)} tokens, at least 2 are needed")
         prepare_folder(out, args.force)

@@ -207,7 +207,7 @@ class TraceColumns:
             "value": values,
             "top": statistics.top,
             "range": statistics.range,
-            "mass": router_mass(scores, header.gating),
+            "mass": self.masses(start, stop),
             "regret": _in_ranges(values, statistics.bottom, statistics.top, statistics.range),
         }
         if needs.rank or needs.mass_before or needs.n_slots > self.trace.width:
@@ -216,7 +216,8 @@ class TraceColumns:
             if needs.rank:
                 columns["rank"] = ranks_of(order)
             if needs.mass_before:
-                columns["mass_before"] = mass_before(columns["mass"], order)
+                # Of what was sorted, as the live engine has it before the graph gathers the gate.
+                columns["mass_before"] = mass_before(router_mass(scores, header.gating), order)
         if "scores" in needs.weights:
             assert header.weight_rule is not None
             gate = self._read("gate_probs", start, stop) if self.has_gate_probs else scores
@@ -224,15 +225,20 @@ class TraceColumns:
         return columns
 
     def masses(self, start: int, stop: int) -> NDArray[np.float64]:
-        """Share of the router's probability each expert holds, `[rows, n_expert]`.
+        """Share of the router's probability each expert holds, `[rows, n_expert]`: of the gate where it was recorded.
+
+        The scores that were sorted may hold a selection bias or a mask, which are no probability.
 
         Raises:
             InputError: the trace does not carry the router's scores.
         """
-        gating = self.trace.header.gating
-        if gating is None or not self.trace.has_scores:
+        header = self.trace.header
+        if header.gating is None or not self.trace.has_scores:
             raise InputError(f"{self.trace.path}: does not carry the router's scores")
-        return router_mass(self._read("scores", start, stop), gating)
+        if not self.has_gate_probs:
+            return router_mass(self._read("scores", start, stop), header.gating)
+        are_logits = header.weight_rule is not None and header.weight_rule.softmax_over_selected
+        return router_mass(self._read("gate_probs", start, stop), "logits" if are_logits else "softmax")
 
     @cached_property
     def has_gate_probs(self) -> bool:
@@ -259,6 +265,17 @@ class TraceColumns:
         more = np.take_along_axis(order, np.minimum(after, order.shape[1] - 1), axis=1)
         more[(recorded < 0).any(axis=1)] = -1
         return np.concatenate([recorded, more], axis=1).astype(np.int32)
+
+
+def unknown_numbers(trace: Trace) -> frozenset[str]:
+    """Fields of `PhaseNumbers` that a trace does not tell, of whatever setting."""
+    header = trace.header
+    if not header.router_known:
+        return frozenset({"mass_displaced", "score_regret", "substituted", "agreement"})
+    if (trace.n_rows and not trace.has_scores) or None in (header.score_space, header.gating):
+        return frozenset({"mass_displaced", "score_regret"})
+    biased = header.selection_bias and trace.null_count("gate_probs") > 0
+    return frozenset({"mass_displaced"} if biased else ())
 
 
 def _in_ranges(

@@ -134,6 +134,11 @@ def cliff_foot(header: TraceHeader, k: int | None = None) -> int:
     return header.cycle_bytes(k) - (k or header.n_expert_used) * max(header.entry_bytes.values())
 
 
+def routing_words(header: TraceHeader) -> str:
+    """Of which routing a trace's curve is: what the router picked, or what ran where that is all the trace has."""
+    return "the router's own routing" if header.router_known else "the executed routing"
+
+
 def landmarks(curve: pl.DataFrame, header: TraceHeader, scope: Scope = "global") -> list[Landmark]:
     """Budgets that tell the shape of a curve's decode side, ascending; some fall together on small traces.
 
@@ -170,7 +175,7 @@ def curve_to_json(curve: pl.DataFrame, trace: Trace, scope: Scope) -> Mapping[st
     first = curve.row(0, named=True)
     return {
         "source": "replay",
-        "route": "original",
+        "route": "original" if header.router_known else None,
         "evict": "lru",
         "scope": scope,
         "model": header.model,

@@ -7,12 +7,11 @@ goes on with it; another one is refused, since its table would be a mixture.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,14 +20,13 @@ import polars as pl
 import simlab
 from simlab.cli.output import cells_from_frame, cells_to_frame, write_frame, write_whole
 from simlab.errors import InputError, RunError, SimlabWarning
-from simlab.policy import find_eviction
+from simlab.files import TEMPORARY
+from simlab.locks import locked
 from simlab.replay.groups import Group
-from simlab.trace.schema import TABLES
+from simlab.trace.provenance import folder_digest, policy_words
 from simlab.trace.store import Trace
 from simlab.types import Cell, CellNumbers
 
-_FOOTER_BYTES = 1 << 16
-"""Read of each part of a trace: a parquet file ends with its sizes, offsets and statistics."""
 _WORDS = {
     "traces": "the trace has changed",
     "cells": "the cell options have changed",
@@ -39,34 +37,13 @@ _WORDS = {
 
 def describe(traces: Sequence[Trace], cells: Sequence[Cell], train: str | None) -> dict[str, str]:
     """What makes a sweep the same sweep, as digests by name."""
+    other = Path(train or "")
     return {
-        "traces": _digest(*map(trace_digest, traces)),
-        "cells": _digest(*map(_cell_words, cells)),
-        "train": _digest(train or "", _train_digest(train)),
+        "traces": _digest(*(folder_digest(trace.path) for trace in traces)),
+        "cells": _digest(*(f"{policy_words(c)} | {c.budget.kind} {c.budget.amount!r}" for c in cells)),
+        "train": _digest(train or "", folder_digest(other) if (other / "header.json").is_file() else ""),
         "code": code_digest(),
     }
-
-
-def trace_digest(trace: Trace) -> str:
-    """Equal for the same recording, wherever it lies; reads the end of each part, not all of it."""
-    return _folder_digest(trace.path)
-
-
-def _folder_digest(folder: Path) -> str:
-    found = hashlib.sha256((folder / "header.json").read_bytes())
-    for table in TABLES:
-        for part in sorted((folder / table).glob("part-*.parquet")):
-            size = part.stat().st_size
-            with part.open("rb") as file:
-                file.seek(max(size - _FOOTER_BYTES, 0))
-                found.update(f"{table}/{part.name} {size} ".encode() + file.read())
-    return found.hexdigest()
-
-
-def _train_digest(train: str | None) -> str:
-    """Of the trace that is learned from, where it is another one."""
-    folder = Path(train or "")
-    return _folder_digest(folder) if train and (folder / "header.json").is_file() else ""
 
 
 def code_digest() -> str:
@@ -74,14 +51,6 @@ def code_digest() -> str:
     package = Path(simlab.__file__).parent
     files = sorted([*package.glob("*.py"), *(package / "replay").glob("*.py")])
     return _digest(simlab.__version__, *(file.read_text(encoding="utf-8") for file in files))
-
-
-def _cell_words(cell: Cell) -> str:
-    """A cell and the source of its policies as text."""
-    evict = find_eviction(cell.evict)
-    steps = [(s.policy.name, s.policy.source_hash, sorted(s.knobs.items())) for s in cell.route.steps]
-    keeps = (evict.name, evict.source_hash, sorted(cell.evict_knobs.items()), cell.scope, cell.sequential)
-    return repr((steps, keeps, cell.prefetch, cell.budget.kind, cell.budget.amount))
 
 
 def _digest(*words: str) -> str:
@@ -105,24 +74,17 @@ class Parts:
         """
         self.folder = out.with_name(out.name + ".parts")
         self._out = out
-        try:
-            self.folder.mkdir(exist_ok=True)
-            self._lock = os.open(self.folder / "lock", os.O_CREAT | os.O_RDWR, 0o666)
-        except OSError as error:
-            raise RunError(f"{self.folder}: {error.strerror}") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
-            raise InputError(f"--out {out}: another sweep is writing {self.folder}") from None
-        try:
+        with ExitStack() as lock:
+            try:
+                self.folder.mkdir(exist_ok=True)
+                lock.enter_context(locked(self.folder, f"--out {out}"))
+            except OSError as error:
+                raise RunError(f"{self.folder}: {error.strerror}") from error
             self.groups = self._take_up(sweep, groups, force)
-        except BaseException:
-            os.close(self._lock)
-            raise
+            self._lock = lock.pop_all()
 
     def _take_up(self, sweep: dict[str, str], groups: Sequence[Group], force: bool) -> list[Group]:
-        for left in self.folder.glob(".*.tmp"):
+        for left in self.folder.glob(TEMPORARY):
             left.unlink(missing_ok=True)
         manifest = self.folder / "sweep.json"
         if manifest.exists():
@@ -173,7 +135,7 @@ class Parts:
 
     def remove(self) -> None:
         """Remove the folder, once the table is written; whatever else somebody put there stays."""
-        for path in [*self.folder.glob("group-*.parquet"), self.folder / "sweep.json", self.folder / "lock"]:
+        for path in [*self.folder.glob("group-*.parquet"), self.folder / "sweep.json"]:
             path.unlink(missing_ok=True)
         if not any(self.folder.iterdir()):
             self.folder.rmdir()
@@ -182,4 +144,4 @@ class Parts:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        os.close(self._lock)
+        self._lock.close()

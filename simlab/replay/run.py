@@ -24,7 +24,7 @@ from simlab.errors import InputError
 from simlab.learning import learn
 from simlab.policy import find_eviction
 from simlab.policy_check import check_policy
-from simlab.replay.columns import ColumnNeeds, TraceColumns, WeightSource
+from simlab.replay.columns import ColumnNeeds, TraceColumns, WeightSource, unknown_numbers
 from simlab.replay.devices import offer_cores
 from simlab.replay.early_reads import look_ahead
 from simlab.replay.future import (
@@ -45,6 +45,7 @@ from simlab.replay.tally import phase_numbers
 from simlab.replay.training import load_training, prepared
 from simlab.replay.walks import Walk, acting_steps, is_looped, kind_of_walk, make_walk
 from simlab.routing import knob_values
+from simlab.trace.provenance import setting_provenance
 from simlab.trace.store import Trace, open_trace
 from simlab.types import Cell, CellNumbers, Route
 
@@ -148,6 +149,7 @@ class Replayer:
         # A trace without rows lacks nothing.
         self._carries_scores = self.columns.n_rows == 0 or self.trace.has_scores
         self.has_scores = self._carries_scores and None not in (header.score_space, header.gating)
+        self._unknown = unknown_numbers(self.trace)
         for cell in self.cells:
             check_cache(cell.route, cell.budget)
             check_eviction(cell, trained=self.training is not None)
@@ -273,17 +275,21 @@ class Replayer:
         cell, header = self.cells[index], self.trace.header
         k = effective_k(cell.route, header)
         budget = resolve_budget(cell.budget, cell.scope, header, k)
+        route = dataclasses.replace(cell.route, router_known=header.router_known)
         return CellNumbers(
             source="replay",
-            cell=cell,
+            cell=dataclasses.replace(cell, route=route),
             budget_mib=budget.total_bytes / MIB,
             budget_cycles=budget.total_bytes / header.cycle_bytes(k),
             top_k=k,
-            decode=phase_numbers(counters[1], sums[1], tokens[1], events[1], self.has_scores),
+            decode=phase_numbers(counters[1], sums[1], tokens[1], events[1], self._unknown),
             all=phase_numbers(
-                counters.sum(axis=0), sums.sum(axis=0), sum(tokens), sum(events), self.has_scores
+                counters.sum(axis=0), sums.sum(axis=0), sum(tokens), sum(events), self._unknown
             ),
             note=self._note(cell),
+            provenance=setting_provenance(
+                header, cell, self.training.identity if self.training is not None else None
+            ),
         )
 
     def _note(self, cell: Cell) -> str | None:
@@ -295,6 +301,8 @@ class Replayer:
         if "future" in needs and not follows_router(cell.route):
             notes.append(NOTE)
         learns = "training" in needs or any(s.policy.learns for s in cell.route.steps)
+        if not self.trace.header.router_known:
+            notes.append("of the routing that ran; the trace does not hold what the router picked")
         if training is not None and learns:
             notes.append(training.note)
         elif training is not None and training.uncounted is not None:

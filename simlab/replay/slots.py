@@ -106,7 +106,12 @@ def _aggregate(replay: SlotReplay, by: list[str]) -> pl.DataFrame:
     grouped = decode.group_by(by, maintain_order=True).agg(pl.col(*COUNTERS, *means, "events").sum())
     if by == ["layer"]:
         grouped = grouped.sort("layer")
-    events = pl.col("events")
+    events, known = pl.col("events"), replay.numbers.all
+    grouped = grouped.with_columns(
+        pl.lit(None, pl.Int64 if name in COUNTERS else pl.Float64).alias(name)
+        for name in ("substituted", *means)
+        if getattr(known, name) is None
+    )
     return grouped.with_columns(
         capacity_misses=pl.col("misses") - pl.col("cold_misses"),
         hit_rate=pl.when(pl.col("lookups") > 0).then(pl.col("hits") / pl.col("lookups")),

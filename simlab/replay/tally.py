@@ -3,6 +3,8 @@ their names."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -122,20 +124,23 @@ def _lost(
 
 
 def phase_numbers(
-    counters: NDArray[np.int64], sums: NDArray[np.float64], tokens: int, events: int, has_scores: bool
+    counters: NDArray[np.int64],
+    sums: NDArray[np.float64],
+    tokens: int,
+    events: int,
+    unknown: Collection[str],
 ) -> PhaseNumbers:
-    """The counters of one phase under their names in the JSON contract; ratios of nothing are None."""
+    """The counters of one phase under their names in the JSON contract; None: ratios of nothing, and `unknown`."""
     count = {name: int(value) for name, value in zip(COUNTERS, counters, strict=True)}
     mean = {name: float(value) / events if events else None for name, value in zip(SUMS, sums, strict=True)}
     read_mib = count.pop("read_bytes") / MIB
-    return PhaseNumbers(
+    numbers = PhaseNumbers(
         tokens=tokens,
         hit_rate=count["hits"] / count["lookups"] if count["lookups"] else None,
         capacity_misses=count["misses"] - count["cold_misses"],
         read_mib=read_mib,
         read_mib_per_token=read_mib / tokens if tokens else None,
-        mass_displaced=mean["mass_displaced"] if has_scores else None,
-        score_regret=mean["score_regret"] if has_scores else None,
-        agreement=mean["agreement"],
+        **mean,
         **count,
     )
+    return replace(numbers, **dict.fromkeys(unknown))

@@ -25,6 +25,7 @@ from simlab.errors import InputError
 from simlab.policy_check import policy_error
 from simlab.replay.columns import TraceColumns
 from simlab.routing import first_state
+from simlab.trace.provenance import check, folder_digest, trace_provenance
 from simlab.trace.store import Trace, open_trace
 from simlab.types import EvictionPolicy, ResolvedBudget, TraceHeader
 
@@ -51,6 +52,11 @@ class Training:
     def diagnostic(self) -> bool:
         """Whether what is learned from is measured too."""
         return self.text == "same"
+
+    @cached_property
+    def identity(self) -> str:
+        """What was learned from, for a provenance: `text`, or the digest of another trace."""
+        return self.text if self.own else folder_digest(self.columns.trace.path)[:16]
 
     @property
     def note(self) -> str:
@@ -136,6 +142,14 @@ def load_training(text: str, header: TraceHeader, columns: TraceColumns | None =
         raise InputError(f"--train {text}: not a share and no such trace; write {FORMS}")
     other = open_trace(text)
     _check_sizes(text, other, header)
+    check(
+        other.header.provenance,
+        trace_provenance(header),
+        ("model",),
+        f"--train {text}",
+        "the model that is replayed or run",
+        "learn from a trace of that model",
+    )
     learned = TraceColumns(other)
     return _checked(Training(text, learned, learned.decode & learned.counted, own=False))
 

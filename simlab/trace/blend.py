@@ -8,8 +8,8 @@ picks and weights from them, and the first recording's tokens without times. It 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +17,15 @@ from numpy.typing import NDArray
 
 from simlab.errors import InputError
 from simlab.scores import applied_weights, gate_numerators, ranking_values, router_ranking
+from simlab.trace.provenance import check, trace_provenance
 from simlab.trace.store import BLOCK_ROWS, Trace, TraceWriter, open_trace
-from simlab.types import TraceHeader
+from simlab.types import Provenance, TraceHeader
 
 ENGINE = "simlab blend"
 """What a blended trace names as its engine, so that nothing takes it for a recording."""
 _WHERE = ("turn", "graph", "phase", "step", "layer", "pos_in_graph", "token")
 _TOKENS = ("turn", "graph", "phase", "step", "token", "next_token")
-_ALIKE = ("model", "n_expert", "n_expert_used", "gating", "score_space", "weight_rule", "entry_bytes")
+_ALIKE = ("n_expert", "n_expert_used", "gating", "score_space", "weight_rule", "entry_bytes")
 
 
 def check_same_events(traces: Sequence[Trace]) -> None:
@@ -36,6 +37,14 @@ def check_same_events(traces: Sequence[Trace]) -> None:
     first = traces[0]
     places = None
     for trace in traces:
+        check(
+            trace.header.provenance,
+            trace_provenance(first.header),
+            ("model", "text"),
+            str(trace.path),
+            f"the model and text of {first.path}",
+            "a set is of one model and one text",
+        )
         differing = [n for n in _ALIKE if getattr(trace.header, n) != getattr(first.header, n)]
         if differing:
             raise InputError(
@@ -75,10 +84,11 @@ def blend(traces: Sequence[Trace], shares: Sequence[float], out: Path) -> Trace:
 
 def _header(header: TraceHeader, traces: Sequence[Trace], shares: Sequence[float]) -> TraceHeader:
     """The first recording's, without what was not run."""
+    of = header.provenance or Provenance()
     parts = ", ".join(f"{share:g} {t.path.name}" for t, share in zip(traces, shares, strict=True))
-    return dataclasses.replace(
+    return replace(
         header, route=None, knobs={}, policy_source_hash=None, prefetch=None, io_mode=None, cpu=None,
-        engine=ENGINE, engine_version=parts,
+        engine=ENGINE, engine_version=parts, provenance=replace(of, policy=f"{ENGINE}: {parts}", budget=None),
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ Spec: engine-semantics, section 4.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,10 +38,13 @@ class MetricsFile:
 
     What the file does not say is null: `n_prompt`, the prompt tokens of the run; `n_expert`, the experts per
     layer of the model; `budget_bytes`, the cache size of the run, 0 with the cache off; `drop_knobs`, the
-    knobs of `drop_cold` the run had, empty when dropping was off.
+    knobs of `drop_cold` the run had, empty when dropping was off; `n_substituted`, its substituted slots;
+    `speculative_mib`, what it read ahead.
     """
 
     path: Path
+    line_of: Callable[[int], int]
+    """Line of a row of the columns."""
     columns: dict[str, NDArray]
     overlap: bool
     """Whether reads ran beside compute."""
@@ -48,6 +52,10 @@ class MetricsFile:
     n_expert: int | None
     budget_bytes: int | None
     drop_knobs: dict[str, float] | None
+    n_substituted: int | None
+    speculative_mib: float | None
+    finished: bool
+    """Whether the run came to its end, so that no row is missing."""
     engine_version: str | None
     io_mode: IoMode | None
 
@@ -123,14 +131,19 @@ def read_metrics(path: Path) -> MetricsFile:
     if "cache_budget_mib" in text.columns:
         columns["cache_budget_mib"] = text.floats("cache_budget_mib", *_SIZE_MIB, nan=False)
     columns |= {n: text.integers(n, *limits) for n, limits in _COUNTS.items() if n in text.columns}
+    planned = text.integers("steps", -1, INT32) if "steps" in text.columns else columns["step"] + 1
     return MetricsFile(
         path=path,
+        line_of=text.line_of,
         columns=columns,
         overlap=_overlap(settings, columns),
         n_prompt=summary.whole("n_prompt", 0, INT32),
         n_expert=settings.whole("n_expert", 1, MAX_EXPERT),
         budget_bytes=_budget_bytes(settings, summary, columns),
         drop_knobs=_drop_knobs(settings),
+        n_substituted=summary.whole("experts_substituted", 0, EXACT),
+        speculative_mib=summary.number("spec_read_MiB", *_SIZE_MIB),
+        finished=text.tail is None and (bool(summary.words) or bool(columns["step"][-1] == planned[-1])),
         engine_version=settings.text("engine"),
         io_mode=settings.io_mode(),
     )

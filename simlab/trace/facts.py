@@ -18,17 +18,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
+from simlab.cells import parse_route
 from simlab.errors import InputError
 from simlab.trace.csv_text import EXACT, INT32, MAX_ENTRY_BYTES, MAX_EXPERT, MAX_LAYER
 from simlab.trace.json_text import read_json
 from simlab.trace.reading import shown
-from simlab.types import Gating, ScoreSpace, WeightRule
+from simlab.types import Gating, Route, ScoreSpace, WeightRule
 
 FIELDS = (
     "model", "arch", "n_layer", "n_expert", "n_expert_used", "moe_layers", "expert_bytes", "dense_bytes", "gating",
     "score_space", "weight_rule", "prefill", "turns", "skip_tokens", "skip_padding", "columns", "engine",
-    "engine_version", "cpu",
+    "engine_version", "cpu", "axes", "selection_bias", "route",
 )  # fmt: skip
+TOKENS_FIRST, LAYERS_FIRST = "tokens,layers,k", "layers,tokens,k"
 _OTHER_NAMES = {"entry_bytes": "expert_bytes"}
 _RANGES = re.compile(r"[0-9]{1,6}(-[0-9]{1,6})?(,[0-9]{1,6}(-[0-9]{1,6})?)*")
 _MAX_TURNS = 1 << 20
@@ -65,6 +67,12 @@ class Facts:
     engine: str | None = None
     engine_version: str | None = None
     cpu: str | None = None
+    axes: str | None = None
+    """What the axes of the arrays are, `tokens,layers,k` or `layers,tokens,k`."""
+    selection_bias: bool = False
+    """Whether the scores hold a selection bias."""
+    route: Route | None = None
+    """What the recorded run ran under."""
     said: Mapping[str, str] = field(default_factory=dict)
     """Where each field that was given stands, for messages."""
 
@@ -107,6 +115,8 @@ def read_facts(sidecar: Path | None, options: Mapping[str, Any]) -> Facts:
             known = _OTHER_NAMES.get(name, name)
             if known not in FIELDS:
                 raise InputError(f"{sidecar}: field {shown(name)} is unknown; there are {', '.join(FIELDS)}")
+            if known == "route":
+                raise InputError(f"{sidecar}: field 'route': no file says what code to run; give --route")
             if known in checked:
                 raise InputError(f"{sidecar}: field '{name}': the same as '{known}', which is there too")
             if value is not None:
@@ -176,6 +186,15 @@ def _text(value: Any) -> str:
     if not isinstance(value, str) or any("\ud800" <= letter <= "\udfff" for letter in value):
         raise _Wrong(f"{shown(value)}, must be a text")
     return value
+
+
+def _route(value: Any) -> Route:
+    return value if isinstance(value, Route) else parse_route(_text(value))
+
+
+def _axes(value: Any) -> str:
+    words = value.replace(" ", "") if isinstance(value, str) else value
+    return _one_of(TOKENS_FIRST, LAYERS_FIRST)(words)
 
 
 def _flag(value: Any) -> bool:
@@ -281,7 +300,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "moe_layers": _layers, "expert_bytes": _sizes(1), "dense_bytes": _sizes(0),
     "gating": _one_of("softmax", "sigmoid", "logits"), "score_space": _one_of("prob", "raw"), "weight_rule": _rule,
     "prefill": _lengths, "turns": _lengths, "skip_tokens": _whole(0, EXACT), "skip_padding": _flag,
-    "columns": _columns,
+    "columns": _columns, "axes": _axes, "selection_bias": _flag, "route": _route,
 }  # fmt: skip
 
 

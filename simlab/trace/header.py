@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from simlab.cells import parse_budget, resolve_budget
 from simlab.errors import InputError
+from simlab.files import replacing
 from simlab.trace.csv_text import EXACT, MAX_ENTRY_BYTES, MAX_EXPERT, MAX_LAYER
 from simlab.trace.json_text import read_json
 from simlab.trace.reading import check_inside, shown
@@ -89,9 +89,8 @@ def _sha256(fields: Mapping[str, Any]) -> str:
 
 def write_header(folder: Path, file: HeaderFile) -> None:
     """Write `header.json` by rename, so that a reader never sees half of one."""
-    temporary = folder / "header.json.tmp"
-    temporary.write_text(header_to_json(file))
-    os.replace(temporary, folder / "header.json")
+    with replacing(folder / "header.json") as temporary:
+        temporary.write_text(header_to_json(file))
 
 
 def read_header(folder: Path) -> HeaderFile:

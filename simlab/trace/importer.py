@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from simlab.trace import arrays, bmoe_metrics, io_csv, route_csv
 from simlab.trace.facts import Facts, read_facts
 from simlab.trace.fingerprint import is_fingerprint, read_fingerprint
 from simlab.trace.json_text import JSON_TIMES, parse_json, read_json
+from simlab.trace.provenance import import_provenance
 from simlab.trace.reading import read_bytes
 from simlab.trace.route_tables import trace_of_route
 from simlab.trace.routings import Routings, trace_of
@@ -55,6 +57,7 @@ def import_files(
         raise InputError(f"--out {out}: is one of the files to import; name another folder")
     check_output(out, force)
     header, frames = read_run(files, facts or {})
+    header = replace(header, provenance=import_provenance([Path(file) for file in files]))
     folder = prepare_folder(out, force)
     _write(folder, header, frames)
     return folder
@@ -78,7 +81,9 @@ def read_run(files: Sequence[str], facts: Mapping[str, Any]) -> tuple[TraceHeade
     if not by_kind:
         raise InputError(f"{files[0]}: model facts, and no routings among the files")
     if any(kind in by_kind for kind in _ENGINE_KINDS):
-        header, tables = trace_of_route(_engine_files(files[0], by_kind, sidecars, facts))
+        own = {name: value for name, value in facts.items() if name != "route"}
+        found = _engine_files(files[0], by_kind, sidecars, own)
+        header, tables = trace_of_route(found, read_facts(None, {"route": facts.get("route")}).route)
     else:
         if len(by_kind) > 1:
             one, two = (paths[0] for paths in list(by_kind.values())[:2])

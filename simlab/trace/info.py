@@ -130,6 +130,10 @@ def _warnings(header: TraceHeader, score_coverage_pct: float) -> list[str]:
         found.append("the recording did not finish; only its complete graphs are used")
     if header.route == "drop_cold" and "F" not in header.knobs:
         found.append("slots were dropped when it was recorded, at a threshold nobody wrote down")
+    if not header.router_known:
+        found.append(
+            "it holds the experts that ran, and nobody says what the router picked (import with --route)"
+        )
     if header.budget_bytes is None:
         found.append("the cache size it was recorded at is unknown")
     elif 0 < header.budget_bytes < header.cycle_bytes():

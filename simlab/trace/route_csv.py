@@ -7,6 +7,8 @@ Padding: a line whose expert is -1 or `n_expert`, whose weight is 0 or nan and t
 that does not exist. Any other id outside the model is refused. An expert that comes twice in one routing is
 kept, with one warning: a cache walk has a rule for it.
 
+Lines in another order than an engine's are refused (`route_order.py`).
+
 A file cut at its end loses its last graph unless that graph is whole: its last line complete, the last MoE
 layer there, with k slots, for the last token.
 """
@@ -34,6 +36,7 @@ from simlab.trace.csv_text import (
     key_values,
     read_csv_text,
 )
+from simlab.trace.route_order import check_order, check_slots
 from simlab.types import DECODE
 
 TAG = "route_trace v1"
@@ -66,6 +69,8 @@ class RouteFile:
     """slot, expert (-1: no such slot), weight, residency, dropped, read_bytes."""
     rows: dict[str, NDArray]
     """turn, graph, phase, step, layer, pos_in_graph."""
+    cut: bool
+    """Whether its end is missing."""
 
     @property
     def any_dropped(self) -> bool:
@@ -99,8 +104,10 @@ def read_route(path: Path) -> RouteFile:
         raise InputError(f"{path}: a header without rows")
     slots, where = _read_columns(text, preamble)
     graph, starts = _segment(where, slots["slot"])
+    check_slots(text, slots["slot"], starts)
     keep = _whole_graphs(path, preamble, graph, starts, where, slots, cut)
-    if keep < len(graph):
+    n_lines = len(graph)
+    if keep < n_lines:
         graph, starts = graph[:keep], starts[:keep]
         slots = {name: values[:keep] for name, values in slots.items()}
         where = {name: values[:keep] for name, values in where.items()}
@@ -114,10 +121,11 @@ def read_route(path: Path) -> RouteFile:
     if len(first) * k > max(_MANY_SLOTS, _SPARSE * len(graph)):
         problem = f"{k - 1}, but most of the {len(first)} rows have far fewer slots"
         raise text.refuse(int(np.argmax(slots["slot"])), "slot", problem)
+    moe = {layer: size for layer, size in preamble.entry_bytes.items() if size > 0}
+    check_order(text, rows, first, list(moe))
     _warn_width(text, preamble, k)
     _warn_twice(text, slots["expert"], row_of_slot)
     _warn_draft(text, rows, first)
-    moe = {layer: size for layer, size in preamble.entry_bytes.items() if size > 0}
     return RouteFile(
         path=path,
         model=preamble.model,
@@ -130,6 +138,7 @@ def read_route(path: Path) -> RouteFile:
         row_of_slot=row_of_slot,
         slots=slots,
         rows=rows,
+        cut=cut or keep < n_lines,
     )
 
 

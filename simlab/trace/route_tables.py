@@ -2,13 +2,14 @@
 
 What a file does not say stays null: `route_trace` has neither scores nor the router's own ids apart from the
 executed ones, so a trace made from it can be replayed under every policy that needs no scores, and the gating
-and the weight rule of its header are unknown.
+and the weight rule of its header are unknown. So is the routing policy of the run, unless somebody states it.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,21 @@ from simlab.errors import InputError, SimlabWarning
 from simlab.trace.bmoe_metrics import MS, MetricsFile, read_metrics
 from simlab.trace.io_csv import IoFile, read_io
 from simlab.trace.route_csv import RouteFile, read_route
-from simlab.types import DECODE, PREFILL, TraceHeader
+from simlab.types import DECODE, PREFILL, Route, TraceHeader
+
+_BY_SPECULATION = 2
+_WINDOW_SLACK = 4 * 2 * 4096
+"""Bytes that the windows of a missed entry's reads, at most four, may have over it: up to a page at either end."""
 
 
-def trace_of_route(by_kind: Mapping[str, Path]) -> tuple[TraceHeader, dict[str, dict[str, Any]]]:
+def trace_of_route(
+    by_kind: Mapping[str, Path], stated: Route | None = None
+) -> tuple[TraceHeader, dict[str, dict[str, Any]]]:
     """The header and the columns of the tables.
 
     Args:
         by_kind: "route trace" and, where given, "metrics file" and "io trace".
+        stated: what the run ran under, where somebody says it.
 
     Raises:
         InputError: a file cannot be used, or they are not of one run.
@@ -36,25 +44,29 @@ def trace_of_route(by_kind: Mapping[str, Path]) -> tuple[TraceHeader, dict[str, 
     metrics = read_metrics(by_kind["metrics file"]) if "metrics file" in by_kind else None
     reads = read_io(by_kind["io trace"]) if "io trace" in by_kind else None
     if metrics is not None and metrics.n_expert not in (None, route.n_expert):
-        raise InputError(
-            f"{metrics.path}, field 'n_expert': {metrics.n_expert}, but {route.path} has {route.n_expert}; "
-            "the two are not of one run"
-        )
+        problem = f"field 'n_expert': {metrics.n_expert}, but {route.path} has {route.n_expert}"
+        raise _not_of_one_run(metrics, problem)
     if reads is not None:
         reads.check_against(route.path, route.n_expert, route.entry_bytes)
     tokens = _tokens(route, metrics)
     tables = {"routing": _routing(route), "tokens": tokens}
     if reads is not None:
         tables["reads"] = _reads(reads, tokens)
-    return _header(route, metrics, reads), tables
+    return _header(route, metrics, reads, stated), tables
+
+
+def _not_of_one_run(metrics: MetricsFile, problem: str) -> InputError:
+    return InputError(f"{metrics.path}, {problem}; the two are not of one run")
 
 
 # ---------------------------------------------------------------------------------------------------------
 # Header
 
 
-def _header(route: RouteFile, metrics: MetricsFile | None, reads: IoFile | None) -> TraceHeader:
-    policy, knobs = _policy(route, metrics)
+def _header(
+    route: RouteFile, metrics: MetricsFile | None, reads: IoFile | None, stated: Route | None
+) -> TraceHeader:
+    policy, knobs, router_known = _policy(route, metrics, stated)
     io_mode = metrics.io_mode if metrics else None
     if io_mode is None and reads is not None:
         io_mode = reads.io_mode
@@ -68,6 +80,7 @@ def _header(route: RouteFile, metrics: MetricsFile | None, reads: IoFile | None)
         score_space=None,
         weight_rule=None,
         entry_bytes=route.entry_bytes,
+        router_known=router_known,
         dense_bytes=route.dense_bytes,
         budget_bytes=metrics.budget_bytes if metrics else None,
         route=policy,
@@ -81,21 +94,60 @@ def _header(route: RouteFile, metrics: MetricsFile | None, reads: IoFile | None)
     )
 
 
-def _policy(route: RouteFile, metrics: MetricsFile | None) -> tuple[str, dict[str, float]]:
-    """The routing policy of the run: `drop_cold` without knobs if slots were dropped and no file says how."""
+def _policy(
+    route: RouteFile, metrics: MetricsFile | None, stated: Route | None
+) -> tuple[str | None, dict[str, float], bool]:
+    """Name and knobs of the run's routing policy, None where nobody knows, and whether the ids are the router's own.
+
+    Without knobs `drop_cold` is one that no file says the threshold of.
+
+    Raises:
+        InputError: what was stated is not what the files say.
+    """
     said = metrics.drop_knobs if metrics else None
+    if stated is not None:
+        _check_stated(route, metrics, stated)
+        return stated.name, stated.knobs, keeps_router(stated)
+    # Substituted ids are what a route trace holds, and nothing in it says whether there are any.
+    known = metrics is not None and metrics.n_substituted == 0
     if said:
-        return "drop_cold", said
+        return "drop_cold", said, known
     if not route.any_dropped:
-        return "original", {}
+        return ("original" if known else None), {}, known
     if metrics is not None and said is not None:
         raise InputError(f"{route.path}: has dropped slots, but {metrics.path} says dropping was off")
     warnings.warn(
-        f"{route.path}: slots were dropped, at a threshold the file does not name; give the metrics file too",
+        f"{route.path}: slots were dropped, at a threshold the file does not name; give the metrics file or --route",
         SimlabWarning,
         stacklevel=4,
     )
-    return "drop_cold", {}
+    return "drop_cold", {}, known
+
+
+def keeps_router(route: Route) -> bool:
+    """Whether the experts that run under a route, before any drop, are the router's own."""
+    step = route.reroute
+    if step is None or step.policy.is_builtin("original"):
+        return True
+    return step.policy.is_builtin("substitute") and step.knobs["L"] == 0
+
+
+def _check_stated(route: RouteFile, metrics: MetricsFile | None, stated: Route) -> None:
+    said, drop = metrics.drop_knobs if metrics else None, stated.step("drop")
+    own = dict(drop.knobs) if drop is not None and drop.knobs.get("F", 1) > 0 else {}
+    if drop is None and route.any_dropped:
+        raise InputError(f"--route {stated.name}: {route.path} has dropped slots; add what dropped them")
+    same = said is None or (
+        said.keys() == own.keys() and all(math.isclose(said[n], own[n], rel_tol=1e-6) for n in said)
+    )
+    if metrics is not None and not same:
+        raise InputError(
+            f"--route {stated.name}: {metrics.path} says drop_cold {said or 'was off'}, not {own or 'off'}"
+        )
+    if metrics is not None and metrics.n_substituted and keeps_router(stated):
+        raise InputError(
+            f"--route {stated.name}: {metrics.path} says {metrics.n_substituted} slots were substituted"
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -143,10 +195,12 @@ def _measured(
         )
         if phase == DECODE and step >= 0
     }
+    _check_one_run(route, metrics, tokens)
     places = [graph_of.get(place) for place in _places(route, metrics, tokens)]
     missing = places.count(None)
     if missing == len(places):
-        raise InputError(f"{metrics.path}: none of its steps is in {route.path}; the two are not of one run")
+        raise _not_of_one_run(metrics, f"field 'step': none of its steps is in {route.path}")
+    _check_bytes(route, metrics, tokens, places)
     if missing:
         warnings.warn(
             f"{metrics.path}: {missing} of its {len(places)} steps are not in {route.path}, and left out",
@@ -172,6 +226,48 @@ def _measured(
                 column[place] = round(float(value))
         out[name] = column
     return out
+
+
+def _check_one_run(route: RouteFile, metrics: MetricsFile, tokens: dict[str, NDArray]) -> None:
+    """Refuse metrics of another prompt, or of another number of decoded tokens."""
+    turns, decode = tokens["turn"], (tokens["phase"] == DECODE) & (tokens["step"] >= 0)
+    if not decode.any() or (tokens["step"] < 0).any():
+        return
+    first = int(tokens["step"][decode][0])
+    if metrics.n_prompt not in (None, first) and len(np.unique(turns)) == 1:
+        problem = f"field 'n_prompt': {metrics.n_prompt}, but {route.path} decodes from position {first}"
+        raise _not_of_one_run(metrics, problem)
+    several = (route.rows["phase"] == DECODE) & (route.rows["pos_in_graph"] > 0)
+    if route.cut or not metrics.finished or several.any():
+        return
+    # A draft layer's rows are a graph of their own at a step that is there already.
+    n_decoded = len(np.unique(np.stack([turns[decode], tokens["step"][decode]]), axis=1).T)
+    if n_decoded != len(metrics.columns["step"]):
+        problem = (
+            f"field 'step': {len(metrics.columns['step'])} decoded tokens, but {route.path} has {n_decoded}"
+        )
+        raise _not_of_one_run(metrics, problem)
+
+
+def _check_bytes(
+    route: RouteFile, metrics: MetricsFile, tokens: dict[str, NDArray], places: Sequence[int | None]
+) -> None:
+    """Refuse metrics that read less than the entries charged, or, with nothing read ahead, more than their windows."""
+    read = metrics.columns["read_bytes"]
+    if not read.any():  # not measured
+        return
+    of_slot = route.rows["graph"][route.row_of_slot]
+    n_missed = _sum_by(of_slot, route.slots["read_bytes"] > 0, len(tokens["graph"]))
+    ahead = bool(metrics.speculative_mib) or bool((route.slots["residency"] == _BY_SPECULATION).any())
+    for row, (place, found) in enumerate(zip(places, read.tolist(), strict=True)):
+        if place is None:
+            continue
+        least = int(tokens["read_bytes"][place])
+        if found < least or (not ahead and found > least + _WINDOW_SLACK * int(n_missed[place])):
+            at = f"line {metrics.line_of(row)}, field 'read_bytes'"
+            raise _not_of_one_run(
+                metrics, f"{at}: {found}, but {route.path} charges {least} bytes at that step"
+            )
 
 
 def _places(route: RouteFile, metrics: MetricsFile, tokens: dict[str, NDArray]) -> list[tuple[int, int]]:

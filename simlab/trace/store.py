@@ -21,6 +21,8 @@ import polars as pl
 
 from simlab.bounds import require_memory
 from simlab.errors import InputError, RunError, SimlabWarning
+from simlab.files import TEMPORARY, replacing
+from simlab.locks import locked
 from simlab.trace.header import HeaderFile, read_header, write_header
 from simlab.trace.parts import collect, part_sha256, scan_parts
 from simlab.trace.reading import one_line
@@ -141,7 +143,7 @@ def _count(folder: Path, table: str, frame: pl.LazyFrame) -> int:
 
 
 def check_output(path: str | os.PathLike[str], force: bool) -> Path:
-    """Refuse an output that cannot be made: without `force` any that exists, with it all but a trace.
+    """Refuse an output that cannot be made: without `force` any that exists, with it all but a trace nobody writes.
 
     Raises:
         InputError: `path` may not be written.
@@ -157,6 +159,8 @@ def check_output(path: str | os.PathLike[str], force: bool) -> Path:
             raise InputError(f"--out {target}: is not a trace folder; --force does not remove it")
         if not _only_a_trace(target):
             raise InputError(f"--out {target}: a folder that is not a trace; --force does not remove it")
+        with locked(target, f"--out {target}"):
+            pass
     except FileNotFoundError:
         return target
     except OSError as error:  # a name too long, a folder that may not be entered
@@ -166,14 +170,16 @@ def check_output(path: str | os.PathLike[str], force: bool) -> Path:
 
 def _only_a_trace(folder: Path) -> bool:
     """Whether a folder holds a trace, finished or not, and nothing besides; or nothing at all."""
-    names = {entry.name for entry in folder.iterdir()}
+    # A header that was not finished stands under a temporary name.
+    names = {"header.json" if entry.match(TEMPORARY) else entry.name for entry in folder.iterdir()}
     if not names:
         return True
-    if not names & {"header.json", "header.json.tmp"} or names - {"header.json", "header.json.tmp", *TABLES}:
+    if "header.json" not in names or names - {"header.json", *TABLES}:
         return False
     tables = [folder / table for table in TABLES if table in names]
     parts = [part for table in tables if table.is_dir() for part in table.iterdir()]
-    return all(table.is_dir() for table in tables) and all(part.match("part-*.*") for part in parts)
+    known = all(part.match("part-*.*") or part.match(TEMPORARY) for part in parts)
+    return all(table.is_dir() for table in tables) and known
 
 
 def prepare_folder(path: str | os.PathLike[str], force: bool) -> Path:
@@ -186,7 +192,8 @@ def prepare_folder(path: str | os.PathLike[str], force: bool) -> Path:
     target = check_output(path, force)
     if target.exists():
         try:
-            shutil.rmtree(target)
+            with locked(target, f"--out {target}"):
+                shutil.rmtree(target)
         except OSError as error:
             raise RunError(f"--out {target}: cannot be replaced: {error.strerror}") from error
     return target
@@ -195,6 +202,7 @@ def prepare_folder(path: str | os.PathLike[str], force: bool) -> Path:
 class TraceWriter:
     """Writes a trace part by part. Use as a context manager; `close` marks the trace complete.
 
+    The folder is locked until then, so that no other command replaces or writes it meanwhile.
     `add` takes column arrays of equal length; a flush renames whole parts into place, the tokens table
     last, so that whatever is visible of the other tables is complete up to the last token seen.
     """
@@ -207,21 +215,22 @@ class TraceWriter:
         self._rows: dict[str, int] = dict.fromkeys(TABLES, 0)
         self._parts = 0
         self._sha256: dict[str, str] = {}
+        self._lock = contextlib.ExitStack()
         self._guard(self._create, "nothing was written")
 
     def _create(self) -> None:
         """Make the folder; on failure, leave nothing of it behind, so that another try finds the way clear."""
-        if (self.folder / "header.json").exists():
-            raise InputError(f"{self.folder}: holds a trace already; remove it or write elsewhere")
         folders = [self.folder / table for table in TABLES]
         new = [f for f in (*folders, self.folder, *self.folder.parents) if not f.exists()]
         try:
             for folder in folders:
                 folder.mkdir(parents=True, exist_ok=True)
+            self._lock.enter_context(locked(self.folder, str(self.folder)))
+            if (self.folder / "header.json").exists():
+                raise InputError(f"{self.folder}: holds a trace already; remove it or write elsewhere")
             write_header(self.folder, HeaderFile(self.header, None, self.width, {}))
         except BaseException:
-            with contextlib.suppress(OSError):
-                (self.folder / "header.json.tmp").unlink(missing_ok=True)
+            self._lock.close()
             for folder in new:  # the deepest first, and only if empty
                 with contextlib.suppress(OSError):
                     folder.rmdir()
@@ -255,13 +264,9 @@ class TraceWriter:
                 continue
             frame = pl.concat(self._pending[table])
             target = self.folder / table / name
-            temporary = target.with_suffix(".tmp")
-            try:
+            with replacing(target) as temporary:
                 frame.write_parquet(temporary, compression="zstd", statistics=True, row_group_size=BLOCK_ROWS)
                 sha256 = part_sha256(temporary)
-                os.replace(temporary, target)
-            finally:
-                temporary.unlink(missing_ok=True)
             self._rows[table] += frame.height
             self._sha256[f"{table}/{name}"] = sha256
             self._pending[table] = []
@@ -269,11 +274,12 @@ class TraceWriter:
         self._parts += wrote
 
     def close(self) -> None:
-        """Flush and mark the trace complete."""
-        self.flush()
-        complete = dataclasses.replace(self.header, complete=True)
-        file = HeaderFile(complete, self._rows, self.width, self._sha256)
-        self._guard(lambda: write_header(self.folder, file))
+        """Flush, mark the trace complete and give the folder free."""
+        with self._lock:
+            self.flush()
+            complete = dataclasses.replace(self.header, complete=True)
+            file = HeaderFile(complete, self._rows, self.width, self._sha256)
+            self._guard(lambda: write_header(self.folder, file))
 
     def __enter__(self) -> Self:
         return self
@@ -283,4 +289,5 @@ class TraceWriter:
             self.close()
         else:
             # The run failed; keep what is whole, and leave the header saying that it did not finish.
-            self.flush()
+            with self._lock:
+                self.flush()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import json
 import math
-import os
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from simlab.errors import RunError
+from simlab.files import replacing
 
 from .network import BYTE_OFFSET, Network, Shape
 from .optimizer import Muon
@@ -201,8 +201,8 @@ def _save(
         "step": step,
         "seconds": seconds,
     }
-    torch.save(state, path.with_suffix(".new"))
-    os.replace(path.with_suffix(".new"), path)
+    with replacing(path) as temporary:
+        torch.save(state, temporary)
 
 
 def _resume(

@@ -171,7 +171,7 @@ def _as_bytes(engine: Engine, text: Text) -> Text:
     """
     for cut in range(_MOST_TRIMMED):
         tokens = text.tokens[: len(text.tokens) - cut]
-        if list(engine.tokenize(engine.detokenize(tokens))) == list(tokens):
+        if engine.windowed(engine.tokenize(engine.detokenize(tokens))) == list(tokens):
             return Text(text.name, tokens)
     raise InputError(
         f"--text {text.name}: its first {len(text.tokens)} tokens are other tokens when read as a file of their own; "

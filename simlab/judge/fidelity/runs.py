@@ -16,7 +16,9 @@ from simlab.cells import route_spec
 from simlab.errors import InputError
 from simlab.judge.scores.ppl import LEAST_TOKENS, Text
 from simlab.judge.scores.scoring import Engines, Tick
+from simlab.record.engine import Engine
 from simlab.trace.header import read_header
+from simlab.trace.provenance import OF_RUN, check
 from simlab.trace.store import Trace, open_trace
 from simlab.types import Cell
 
@@ -24,8 +26,6 @@ PROMPT_TOKENS = 64
 """Of a text, what the model writes on from."""
 _UNFIT = re.compile(r"[^A-Za-z0-9.=,+-]+")
 """What does not go into a folder's name."""
-_ALIKE = ("model", "text_hash", "route", "knobs", "evict", "scope", "budget_bytes", "policy_source_hash")
-"""What the header of a kept run has to share with the one asked for."""
 
 
 def read_texts(
@@ -63,7 +63,7 @@ def read_texts(
             name = Path(path).stem + (f"-{i + 1}" if n > 1 else "")
             if name in texts:
                 raise InputError(f"--text {path}: another text is called {name} too; rename one")
-            texts[name] = Text(name, ids[start : start + n_tokens])
+            texts[name] = Text(name, engines.get().windowed(ids[start : start + n_tokens])[:n_tokens])
     return list(texts.values())
 
 
@@ -95,7 +95,8 @@ class RunStore:
         What the later tokens have in common with the first run is all that matters of them, so how far two such runs
         are apart is chance, and no replay can be told to be closer than that to one of them.
         """
-        changed = [text._replace(tokens=[_another(text.tokens), *text.tokens[1:]]) for text in texts]
+        head = 0 if self.engines.get().bos is None else 1
+        changed = [text._replace(tokens=_another(text.tokens, head)) for text in texts]
         return self._run(changed, cells, self._record_text, progress, "again")
 
     def _record_text(self, text: Text, cell: Cell, out: Path, tick: Tick) -> None:
@@ -112,8 +113,7 @@ class RunStore:
 
         def run(text: Text, cell: Cell, out: Path, tick: Tick) -> None:
             engine = self.engines.for_cell(cell)
-            prompt = text.tokens[:PROMPT_TOKENS]
-            n = min(len(text.tokens), engine.n_ctx) - len(prompt)
+            prompt, (n,) = _tokens(text, "free", engine)
             whole = engine.detokenize(text.tokens)
             engine.record_generation([prompt], n, cell, out, text=whole, progress=tick)
 
@@ -170,15 +170,23 @@ class RunStore:
             shutil.rmtree(path)
             return False
         engine = self.engines.for_cell(cell)
-        now = engine.header(cell, engine.detokenize(text.tokens))
-        differing = [name for name in _ALIKE if getattr(header, name) != getattr(now, name)]
-        if differing:
-            raise InputError(
-                f"{path}: is of another run ({', '.join(differing)} differ); name another folder with --keep"
-            )
+        now = engine.header(cell, tokens=_tokens(text, how, engine)).provenance
+        assert now is not None
+        check(
+            header.provenance, now, OF_RUN, str(path), "the run asked for", "name another folder with --keep"
+        )
         return True
 
 
-def _another(tokens: Sequence[int]) -> int:
-    """The first token of a text that is not its first; of a text of one token over and over that token."""
-    return next((token for token in tokens if token != tokens[0]), tokens[0])
+def _tokens(text: Text, how: str, engine: Engine) -> list[list[int]]:
+    """What `Engine.header` is given as the tokens of a run: of free generation the prompt, and how many to make."""
+    if how != "free":
+        return [text.tokens]
+    prompt = text.tokens[:PROMPT_TOKENS]
+    return [prompt, [min(len(text.tokens), engine.n_ctx) - len(prompt)]]
+
+
+def _another(tokens: Sequence[int], at: int) -> list[int]:
+    """A text with the next token of it that is another at place `at`; of a text of one token over and over, itself."""
+    other = next((token for token in tokens[at:] if token != tokens[at]), tokens[at])
+    return [*tokens[:at], other, *tokens[at + 1 :]]

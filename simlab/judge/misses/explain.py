@@ -30,7 +30,7 @@ from simlab.judge.misses.anatomy import (
 from simlab.judge.misses.grids import miss_grid
 from simlab.judge.stats import UNKNOWN, Interval, block_bootstrap_mean
 from simlab.replay.columns import TraceColumns
-from simlab.replay.curve import cliff_foot, curve_of
+from simlab.replay.curve import cliff_foot, curve_of, routing_words
 from simlab.replay.lookups import Lookups, find_lookups, original_ids, reuse_bytes
 from simlab.replay.run import TraceLike, sweep
 from simlab.trace.measured import mean_of_known
@@ -186,7 +186,7 @@ def explain(
     used = working_set(found, None if budget.off else budget.total_bytes)
     return Explanation(
         trace=trace,
-        cell=cell,
+        cell=found.numbers.cell,
         budget=budget,
         top_k=k,
         decode=decode,
@@ -257,7 +257,7 @@ def _changes(
             known(decode.optimum_mib_per_token),
         )
     )
-    own = "LRU, router's own routing"
+    own = f"LRU, {routing_words(router.columns.trace.header)}"
     if cell.evict != "lru" or cell.route.name != "original":
         changes.append(Change(f"{own}, same cache", *router.lru(budget)))
     if not budget.per_layer:

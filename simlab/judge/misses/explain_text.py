@@ -296,7 +296,7 @@ def explain_to_json(explanation: Explanation) -> dict[str, Any]:
         "source": "replay",
         "trace": str(e.trace.path),
         "model": e.header.model,
-        "route": cell.route.name,
+        "route": cell.route.known_name,
         "knobs": dict(cell.route.knobs),
         "top_k": e.top_k,
         "evict": cell.evict,

@@ -26,14 +26,17 @@ import polars as pl
 from numpy.typing import NDArray
 from scipy import optimize, stats
 
-from simlab.cells import build_cells
+from simlab.cells import build_cells, recorded_budget
 from simlab.cli.options import recorded_evict, recorded_route
 from simlab.errors import InputError
 from simlab.judge.measure import decode_losses
 from simlab.judge.quality.features import UNDECIDED, features_of
 from simlab.judge.stats import standard_error
+from simlab.trace.json_text import parse_json
+from simlab.trace.provenance import read_provenance
+from simlab.trace.reading import read_bytes
 from simlab.trace.store import Trace
-from simlab.types import Cell, TraceHeader
+from simlab.types import Cell, Provenance, TraceHeader, known_fields
 
 LEVEL = 0.90
 """Of the prediction intervals."""
@@ -112,10 +115,11 @@ def recorded_cell(header: TraceHeader) -> Cell:
     Raises:
         InputError: its budget is not known, or its policy was a user's file.
     """
-    if header.budget is None:
+    budget = recorded_budget(header)
+    if budget is None:
         raise InputError(f"the trace of {header.model} does not say which budget it was recorded at")
     (cell,) = build_cells(
-        budgets=[header.budget],
+        budgets=[budget],
         routes=[recorded_route(header)],
         evicts=[recorded_evict(header)],
         scope=header.scope or "global",
@@ -225,9 +229,13 @@ class QualityModel:
     """`a, b, least`: a live difference of n tokens and rise d has standard error exp(a) max(d, least)^b / sqrt(n)."""
     calibrated_on: int
     """Calibration runs."""
+    provenance: Provenance | None = None
+    """Model and texts of those runs; None in a file of a version that did not write it."""
 
     @classmethod
-    def fit(cls, runs: Sequence[Calibration], form: str = DEFAULT_FORM) -> Self:
+    def fit(
+        cls, runs: Sequence[Calibration], form: str = DEFAULT_FORM, provenance: Provenance | None = None
+    ) -> Self:
         """Fit a law on live runs.
 
         Raises:
@@ -265,6 +273,7 @@ class QualityModel:
             relative_spread=spread,
             noise=_noise(matrix @ coefficients, error, frame["tokens"].to_numpy()),
             calibrated_on=len(runs),
+            provenance=provenance,
         )
 
     def predict(self, features: pl.DataFrame) -> list[Predicted]:
@@ -288,24 +297,41 @@ class QualityModel:
 
     def save(self, path: Path) -> None:
         """Write the law as JSON."""
-        path.write_text(json.dumps({"quality_law": 1, **asdict(self)}, indent=1) + "\n")
+        of = None if self.provenance is None else known_fields(self.provenance)
+        path.write_text(json.dumps({"quality_law": 1, **asdict(self), "provenance": of}, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read a law that `save` wrote.
 
         Raises:
-            InputError: no such file, or not a law of this version.
+            InputError: no such file, not a law of this version, or numbers that no fit gives.
         """
+        found = parse_json(read_bytes(path), str(path), nan=False)
         try:
-            found = json.loads(path.read_text())
             if found.pop("quality_law") != 1 or found["form"] not in FORMS:
                 raise ValueError
-            return cls(**found | {"noise": tuple(found["noise"])})
-        except OSError as error:
-            raise InputError(f"{path}: {error.strerror}") from error
+            of = found.pop("provenance", None)
+            provenance = None if of is None else read_provenance(of, f"{path}, field 'provenance'")
+            made = cls(**found | {"noise": tuple(found["noise"])}, provenance=provenance)
+            n, covariance = len(made.coefficients) or -1, np.array(made.covariance, dtype=np.float64)
+            level, power, least = (float(x) for x in made.noise)
+            if covariance.shape != (n, n):
+                raise ValueError
+            coefficients = np.array([*made.coefficients.values()], dtype=np.float64)
+            held = {
+                "coefficients": bool((np.isfinite(coefficients) & (coefficients >= 0)).all()),
+                "covariance": bool((np.linalg.eigvalsh(covariance) >= -1e-9 * abs(covariance).max()).all()),
+                "relative_spread": 0 <= made.relative_spread < math.inf,
+                "noise": math.isfinite(level) and 0 <= power <= 1 and 0 < least < math.inf,
+                "calibrated_on": int(made.calibrated_on) >= 2,
+            }
         except (ValueError, KeyError, TypeError, AttributeError):
             raise InputError(f"{path}: is not a quality law that this version of simlab wrote") from None
+        for name, holds in held.items():
+            if not holds:
+                raise InputError(f"{path}, field '{name}': holds what no fit gives; calibrate again")
+        return made
 
 
 def _relative_spread(residual: Floats, fitted: Floats, error: Floats, used: int) -> float:

@@ -12,7 +12,7 @@ from simlab.judge.quality.check import JudgedRun, LiveRun, Perfect, leave_texts_
 from simlab.judge.quality.law import FORMS, QualityModel, calibrate
 from simlab.judge.scores.ppl import Text
 from simlab.judge.scores.scoring import Tick
-from simlab.types import Cell
+from simlab.types import Cell, Provenance
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,12 @@ def judge(
     margins: Sequence[float],
     budgets: Sequence[str],
     form: str,
+    provenance: Provenance | None = None,
 ) -> Quality:
     """Fit a form on the calibration runs of all texts, and every form with each text left out.
+
+    Args:
+        provenance: model and texts of the runs.
 
     Raises:
         InputError: no run is under a cell to fit on.
@@ -83,7 +87,7 @@ def judge(
     several = len({live.run.text for live in runs}) > 1
     judged = leave_texts_out(runs, fits, tuple(FORMS)) if several else []
     best = perfect([live for live in runs if is_margin(live.cell)], fits, form) if several else None
-    return Quality(QualityModel.fit(chosen, form), list(runs), judged, best)
+    return Quality(QualityModel.fit(chosen, form, provenance), list(runs), judged, best)
 
 
 def without_budget(

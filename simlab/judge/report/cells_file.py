@@ -18,6 +18,7 @@ from simlab.cli.output import (
     KNOB_FIELDS,
     LIVE_FIELDS,
     PHASES,
+    PROVENANCE,
     READ_AHEAD,
     cells_from_frame,
     cells_schema,
@@ -28,13 +29,25 @@ from simlab.policy import builtin_policies
 from simlab.prefetch import parse_prefetch
 from simlab.trace.json_text import parse_json
 from simlab.trace.parquet_probe import probe_parquet
+from simlab.trace.provenance import read_provenance
 from simlab.trace.reading import one_line, read_bytes, shown
 from simlab.types import Cell, CellNumbers, EvictionPolicy, Route, RoutingPolicy, Step
 
 TRACE = "trace"
 """The column in front of a sweep of several traces: which one a cell is of, as the command line named it."""
 _WANTED = "write it with simlab sweep --out, or with --json of sweep or validate"
-_MAY_LACK = frozenset({"margin", "drop", "prefetch", "note", *JSON_TEXT, *LIVE_FIELDS})
+_MAY_LACK = frozenset(
+    {
+        "route",
+        "margin",
+        "drop",
+        "prefetch",
+        "note",
+        *(f"{phase}_substituted" for phase in PHASES),
+        *JSON_TEXT,
+        *LIVE_FIELDS,
+    }
+)
 """Fields that JSON leaves out, or that are unknown, for many cells."""
 _WORDS = {pl.String: "text", pl.Int64: "a whole number", pl.Float64: "a number", pl.Boolean: "true or false"}
 _KINDS: dict[Any, tuple[type, ...]] = {
@@ -164,6 +177,10 @@ def _checked(path: Path, frame: pl.DataFrame, place: Callable[[int], str]) -> pl
     for row, text in enumerate(frame[READ_AHEAD]):
         if text is not None:
             _knobs(text, f"{path}, {place(row)}, field '{READ_AHEAD}'")
+    for row, text in enumerate(frame[PROVENANCE]):
+        if text is not None:
+            where = f"{path}, {place(row)}, field '{PROVENANCE}'"
+            read_provenance(parse_json(text.encode(), where), where)
     front = [TRACE] if TRACE in frame.columns else []
     return frame.select(*front, *schema)
 
@@ -198,7 +215,7 @@ def numbers_of(path: Path, frame: pl.DataFrame) -> list[CellNumbers]:
 def _cell(where: str, row: dict[str, Any]) -> Cell:
     try:
         return Cell(
-            route=_route(row["route"], _knobs(row["knobs"], f"{where}, field 'knobs'")),
+            route=_route(row["route"] or "original", _knobs(row["knobs"], f"{where}, field 'knobs'")),
             budget=parse_budget(row["budget"]),
             evict=row["evict"],
             evict_knobs=_knobs(row["evict_knobs"], f"{where}, field 'evict_knobs'"),

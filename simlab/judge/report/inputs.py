@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from simlab.cells import build_cells
+from simlab.cells import build_cells, recorded_budget
 from simlab.errors import InputError
 from simlab.judge.against import replayed_series, with_intervals
 from simlab.judge.misses.explain import explain
@@ -21,8 +21,9 @@ from simlab.judge.report.verdict import Chosen, sweep_choice
 from simlab.replay.curve import lru_curve
 from simlab.trace.info import trace_info
 from simlab.trace.measured import measured
+from simlab.trace.provenance import OF_TRACE, check, trace_provenance
 from simlab.trace.store import Trace, open_trace
-from simlab.types import Cell, CellNumbers, Comparison
+from simlab.types import Cell, CellNumbers, Comparison, Scope
 
 UNKNOWN_BUDGET = "2cycles"
 """What a trace of an unknown budget is explained at if nobody says: a small cache, above the cliff."""
@@ -54,6 +55,11 @@ def trace_report(
         return lambda share: progress(start + (end - start) * share) if progress is not None else None
 
     trace = open_trace(path)
+    wanted = trace_provenance(trace.header)
+    live = [n for pair in comparisons for n in (pair.replay, pair.live)]
+    for option, tables in (("--sweep", sweep), ("--validate", live)):
+        for found in dict.fromkeys(n.provenance for n in tables):
+            check(found, wanted, OF_TRACE, f"{option}: a setting", path, "give the table made of this trace")
     info = trace_info(path)
     chosen = sweep_choice(sweep)
     if chosen is not None and not comparisons:
@@ -104,9 +110,11 @@ def cell_to_explain(trace: str, budget: str | None) -> tuple[Cell, str | None]:
         InputError: no budget.
     """
     header = open_trace(trace).header
-    note = None
+    note: str | None = None
+    scope: Scope = "global"
     if budget is None:
-        budget = header.budget
+        scope = header.scope or "global"
+        budget = recorded_budget(header)
         if budget is None:
             budget = UNKNOWN_BUDGET
             note = (
@@ -115,7 +123,7 @@ def cell_to_explain(trace: str, budget: str | None) -> tuple[Cell, str | None]:
             )
         elif budget == "off":
             note = f"{trace} was recorded without a cache, and is explained so (--budget names another)."
-    return build_cells(budgets=[budget])[0], note
+    return build_cells(budgets=[budget], scope=scope)[0], note
 
 
 def sweeps_by_trace(files: Sequence[str], traces: Sequence[str]) -> dict[str, list[CellNumbers]]:

@@ -184,7 +184,7 @@ def _trace_facts(one: TraceReport) -> dict[str, str | None]:
             f"{size_text(header.budget_bytes / MIB)} MiB ({header.budget_bytes / cycle:.3g} token cycles)"
         )
     knobs = ", ".join(f"{name} = {value:g}" for name, value in header.knobs.items())
-    route = " ".join(filter(None, [header.route, knobs])) or None
+    route = " ".join(filter(None, [header.route, knobs])) or (None if header.router_known else "unknown")
     ran = measured_text(one.measured) if one.measured is not None else ""
     return {
         "Model": f"{header.model} ({header.arch})",

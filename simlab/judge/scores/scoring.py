@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import hashlib
 import json
 import math
 import os
@@ -26,16 +25,24 @@ from simlab.cli.output import align
 from simlab.errors import InputError, RunError
 from simlab.judge.measure import measure
 from simlab.judge.stats import Interval, PairedOutcome
-from simlab.record.engine import EMBEDDED_MODEL, Engine
+from simlab.record.engine import Engine
 from simlab.record.ggml import engine_version
 from simlab.record.machine import auto_budget
 from simlab.record.recorder import Recorder
 from simlab.record.run import model_sizes, open_engine
-from simlab.trace.store import Trace, TraceWriter, open_trace
-from simlab.types import DECODE, Cell, CellNumbers, PhaseNumbers, Route, Step, TraceHeader
-
-_HASHED_BYTES = 4 << 20
-"""Of a model file: its header and more; the whole may be tens of gigabytes."""
+from simlab.trace.provenance import OF_RUN, differing, read_provenance, run_provenance
+from simlab.trace.store import Trace, open_trace
+from simlab.types import (
+    DECODE,
+    Cell,
+    CellNumbers,
+    PhaseNumbers,
+    Provenance,
+    Route,
+    Step,
+    TraceHeader,
+    known_fields,
+)
 
 ItemAnswer = dict[str, Any]
 """What an item gave, as JSON values; its counts are added under `counts`."""
@@ -90,7 +97,15 @@ class Results:
     @staticmethod
     def _check(path: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
         wanted = json.loads(json.dumps(wanted))
-        differ = sorted(n for n in found.keys() | wanted.keys() if found.get(n) != wanted.get(n))
+        differ = {
+            n for n in found.keys() | wanted.keys() if n != "provenance" and found.get(n) != wanted.get(n)
+        }
+        theirs, ours = found.get("provenance", []), wanted.get("provenance", [])
+        if len(theirs) != len(ours):
+            differ.add("settings")
+        for a, b in zip(theirs, ours, strict=False):
+            differ |= set(differing(read_provenance(a, str(path)), read_provenance(b, str(path)), OF_RUN))
+        differ = sorted(differ)
         if differ:
             raise InputError(
                 f"--resume {path}: holds results of another run ({', '.join(differ)} differ); name another file"
@@ -128,34 +143,16 @@ class Results:
 
 
 def fingerprint(
-    kind: str,
-    model: str | os.PathLike[str] | None,
-    items: Any,
-    cells: Sequence[Cell],
-    options: Mapping[str, Any],
+    kind: str, engines: Engines, text: str, cells: Sequence[Cell], options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What a results file must have been made from to be continued.
 
     Args:
-        items: the items as JSON values. options: of the engine and the score.
+        text: digest of the items. options: of the engine and the score.
     """
-    path = Path(model) if model is not None else EMBEDDED_MODEL
-    try:
-        with path.open("rb") as file:
-            head = hashlib.sha256(file.read(_HASHED_BYTES)).hexdigest()
-        size = path.stat().st_size
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}") from error
-    sources = [[s.policy.source_hash for s in c.route.steps] for c in cells]
-    words = [
-        [c.route.name, dict(c.route.knobs), c.budget.text, c.evict, c.scope, hashes]
-        for c, hashes in zip(cells, sources, strict=True)
-    ]
     return {
         "score": kind,
-        "model": [path.name, size, head],
-        "items": hashlib.sha256(json.dumps(items).encode()).hexdigest(),
-        "cells": words,
+        "provenance": [known_fields(engines.provenance(cell, text)) for cell in cells],
         "options": dict(options),
         "engine": engine_version(),
     }
@@ -194,6 +191,12 @@ class Engines:
     @cached_property
     def _sizes(self) -> TraceHeader:
         return model_sizes(self.model)
+
+    def provenance(self, cell: Cell, text: str) -> Provenance:
+        """Of what a cell gives on items of this digest, whatever width the engine has now."""
+        engine = self.get() if self._engine is None else self._engine
+        train = engine.training.identity if engine.training is not None else None
+        return run_provenance(engine.header(), cell, model=engine.model_digest, text=text, train=train)
 
     def reopen(self, **options: Any) -> None:
         """Use these options from the next engine on."""
@@ -288,13 +291,10 @@ def _recorded(
     engine: Engine, cell: Cell, run: Callable[[Recorder], ItemAnswer], seen: set[int]
 ) -> ItemAnswer:
     """Run an item under a recorder; its answer with its counts. `seen`: entries read before, not cold."""
-    header = engine.header(cell)
     with tempfile.TemporaryDirectory(prefix="simlab-score-") as folder:
         path = Path(folder) / "item.trace"
-        with TraceWriter(path, header, effective_k(cell.route, header)) as writer:
-            recorder = Recorder(writer)
+        with engine.recording(cell, path) as recorder:
             answer = run(recorder)
-            recorder.flush()
         return answer | {"counts": counts_of(open_trace(path), cell, seen)}
 
 
@@ -343,7 +343,11 @@ def counts_of(trace: Trace, cell: Cell, seen: set[int]) -> dict[str, Any]:
 
 
 def cell_numbers(
-    cell: Cell, header: TraceHeader, counts: Sequence[Mapping[str, Any]], nll: float | None = None
+    cell: Cell,
+    header: TraceHeader,
+    counts: Sequence[Mapping[str, Any]],
+    provenance: Provenance,
+    nll: float | None = None,
 ) -> CellNumbers:
     """The numbers of a cell from the counts of its items. `nll`: mean loss per scored token, in nats."""
     k = effective_k(cell.route, header)
@@ -363,6 +367,7 @@ def cell_numbers(
         read_wait_ms_per_token=wait_ns / 1e6 / decode.tokens if decode.tokens else None,
         ppl=math.exp(nll) if nll is not None else None,
         nll=nll,
+        provenance=provenance,
     )
 
 
@@ -440,7 +445,7 @@ _COSTS = ("subst. %", "dropped %", "cache hit %", "MiB/token", "tok/s")
 def _cost_words(numbers: CellNumbers) -> list[str]:
     d = numbers.decode
     figures = [
-        (100 * d.substituted / d.slots if d.slots else None, ".2f"),
+        (None if d.substituted is None or not d.slots else 100 * d.substituted / d.slots, ".2f"),
         (100 * d.dropped / d.slots if d.slots else None, ".2f"),
         (100 * d.hit_rate if d.hit_rate is not None else None, ".1f"),
         (d.read_mib_per_token, ".3f"),

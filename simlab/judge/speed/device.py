@@ -26,8 +26,9 @@ from simlab.judge.speed.token_time import Composition, Floats
 from simlab.judge.speed.trace_time_cells import Costs, TokenWork
 from simlab.judge.speed.trace_time_reads import Latencies, ReadModel, Slices, slices_of
 from simlab.record.reads import PAGE
+from simlab.trace.provenance import check, trace_provenance
 from simlab.trace.store import Trace
-from simlab.types import DECODE, THROW_AWAY_TURN, TraceHeader
+from simlab.types import DECODE, THROW_AWAY_TURN, Provenance, TraceHeader
 
 VERSION = 1
 _MOST = 1e9
@@ -42,7 +43,7 @@ class DeviceProfile:
 
     device: str
     model: str | None
-    """The model its compute and management are of; null: any."""
+    """The model its compute and management are of, as its file is called; null: any."""
     io_mode: Literal["direct", "buffered"]
     composition: Composition
     lanes: int
@@ -67,6 +68,8 @@ class DeviceProfile:
     """Mean token time with pauses over that without."""
     drift: float = 0.0
     """Relative standard deviation of the level from run to run."""
+    model_digest: str | None = None
+    """Of that model (`Provenance.model`), which counts where it is known; its file's name where it is not."""
 
     @property
     def latencies(self) -> Latencies:
@@ -114,6 +117,9 @@ def load_profile(path: Path) -> DeviceProfile:
     for name, legal in (("io_mode", ("direct", "buffered")), ("composition", ("serial", "overlapped"))):
         if found[name] not in legal:
             raise InputError(f"--device {path}, field '{name}': must be {' or '.join(legal)}")
+    for name in ("model", "model_digest"):
+        if not isinstance(found.get(name), str | None):
+            raise InputError(f"--device {path}, field '{name}': must be text or null")
     found["lanes"] = int(_number(path, "lanes", found["lanes"], 1, whole=True))
     if not isinstance(found["reads"], list) or not found["reads"]:
         raise InputError(f"--device {path}, field 'reads': must list at least one size")
@@ -181,6 +187,7 @@ def profile_of(
         waking_us=1e3 * costs.reads.waking_ms,
         pauses=costs.pauses,
         drift=costs.drift if math.isfinite(costs.drift) else 0.0,
+        model_digest=trace_provenance(trace.header).model,
     )
 
 
@@ -197,7 +204,13 @@ def costs_on(profile: DeviceProfile, trace: Trace, timed: Costs | None) -> Costs
     Raises:
         InputError: the profile's compute is of another model.
     """
-    if profile.model is not None and profile.model != trace.header.model:
+    of_trace = trace_provenance(trace.header)
+    if profile.model_digest is not None and of_trace.model is not None:
+        check(
+            Provenance(profile.model_digest), of_trace, ("model",), "--device: its compute",
+            f"the model of {trace.path}", "measure that model on the device",
+        )  # fmt: skip
+    elif profile.model is not None and profile.model != trace.header.model:
         raise InputError(
             f"--device: its compute is of {profile.model}, the trace is of {trace.header.model}; measure that model on "
             "the device, set compute_ms_per_token and model"

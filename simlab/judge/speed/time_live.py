@@ -22,8 +22,7 @@ from typing import Any
 import numpy as np
 
 from simlab.cells import effective_k, resolve_budget
-from simlab.errors import InputError
-from simlab.judge.validate import planned_graphs
+from simlab.judge.validate import check_live, planned_graphs
 from simlab.record.engine import Engine
 from simlab.record.machine import available_memory_bytes
 from simlab.record.plan import PlannedGraph
@@ -80,6 +79,7 @@ class LiveRun:
     def finish(self) -> Trace:
         """Close the trace and open it for reading."""
         self._recorder.flush()
+        self._engine.check_model()
         self._writer.close()
         return open_trace(self._out)
 
@@ -106,6 +106,7 @@ def run_interleaved(
     Raises:
         InputError: the trace carries no token ids, or an engine refuses the model or a cell.
     """
+    check_live(trace, model)
     graphs = planned_graphs(trace)
     together = _together([reference, *cells], trace.header)
     counted = counted_tokens(graphs, warm_up, together > 1)
@@ -123,11 +124,6 @@ def run_interleaved(
                 asked = reference if cell < 0 else cells[cell]
                 k = effective_k(asked.route, trace.header) if asked.route.step("width") else None
                 engine = stack.enter_context(Engine(model, top_k=k, **options))
-                if engine.gguf.path.name != trace.header.model:
-                    raise InputError(
-                        f"{trace.path}: was recorded with {trace.header.model}, not {engine.gguf.path.name}; name that "
-                        "model"
-                    )
                 runs.append(LiveRun(engine, graphs, asked, folder / f"{group}-{cell + 1}.trace"))
             for turn in range(-(-len(graphs) // TURN_TOKENS)):
                 for run in runs if turn % 2 == 0 else reversed(runs):
