@@ -26,6 +26,7 @@ from simlab import bounds
 from simlab.bounds import available_memory_bytes, require_memory
 from simlab.cells import build_cells
 from simlab.errors import InputError
+from simlab.judge.report.cells_file import read_cells_table
 from simlab.learning import learn
 from simlab.replay.curve import lru_curve
 from simlab.replay.run import Replayer
@@ -206,6 +207,13 @@ def test_more_columns_than_a_table_has(tmp_path: Path) -> None:
     assert refusal_of(path) == f"{path}, line 1: 10001 columns; a table has at most 10000"
 
 
+def test_more_columns_than_a_table_of_settings_has(tmp_path: Path) -> None:
+    path = tmp_path / "sweep.csv"
+    path.write_text("source,route," + ",".join(map(str, range(9_999))) + "\nreplay,original\n")
+    with pytest.raises(InputError, match=r"sweep.csv, line 1: 10001 columns; a table has at most 10000"):
+        read_cells_table(path)
+
+
 @pytest.mark.usefixtures("two_gib")
 def test_a_csv_of_many_fields(tmp_path: Path) -> None:
     path = tmp_path / "r.csv"
@@ -222,7 +230,10 @@ def test_a_csv_of_many_fields(tmp_path: Path) -> None:
 def test_json_of_empty_objects(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_bytes(b"{}\n" * (30 << 20))
-    assert refusal_of(path).startswith(f"{path}: {90 << 20} bytes to read: takes 2.2 GiB of memory")
+    message = f"{path}: {90 << 20} bytes to read: takes 2.2 GiB of memory"
+    assert refusal_of(path).startswith(message)
+    with pytest.raises(InputError, match=message):
+        read_cells_table(path)
 
 
 @pytest.mark.usefixtures("two_gib")

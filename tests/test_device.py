@@ -138,10 +138,10 @@ def test_profiles_that_are_refused(tmp_path, change, said):
 
 
 def test_files_that_are_none(tmp_path):
-    with pytest.raises(InputError, match="No such file"):
+    with pytest.raises(InputError, match="no such file"):
         load_profile(tmp_path / "p.json")
     (tmp_path / "p.json").write_text("{")
-    with pytest.raises(InputError, match="is not JSON"):
+    with pytest.raises(InputError, match="not JSON"):
         load_profile(tmp_path / "p.json")
     (tmp_path / "p.json").write_text('{"device_profile": 1, "device": "x"}')
     with pytest.raises(InputError, match="field 'io_mode': is missing"):

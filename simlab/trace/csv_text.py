@@ -205,7 +205,7 @@ def read_csv_text(path: Path) -> CsvText:
         return CsvText(path, comments, 0, (), pl.DataFrame(schema={_INDEX: pl.UInt32}), tail)
     heading_line, heading = found
     _refuse_open_quote(path, data, body)
-    _require_room(path, heading_line, heading.count(b",") + 1, body.count(b",") + body.count(b"\n"))
+    require_room(path, heading_line, heading.count(b",") + 1, body.count(b",") + body.count(b"\n"))
     try:
         frame = pl.read_csv(body + b"\n", infer_schema=False, comment_prefix="#")
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
@@ -250,7 +250,12 @@ def _read(path: Path) -> bytes:
     return data
 
 
-def _require_room(path: Path, heading_line: int, n_columns: int, n_fields: int) -> None:
+def require_room(path: Path, heading_line: int, n_columns: int, n_fields: int) -> None:
+    """Refuse a CSV of more columns than a table has, or of more fields than memory holds.
+
+    Raises:
+        InputError: such a file.
+    """
     if n_columns > _MOST_COLUMNS:
         raise InputError(
             f"{path}, line {heading_line}: {n_columns} columns; a table has at most {_MOST_COLUMNS}"

@@ -32,9 +32,8 @@ from simlab.errors import InputError
 from simlab.judge.measure import decode_losses
 from simlab.judge.quality.features import UNDECIDED, features_of
 from simlab.judge.stats import standard_error
-from simlab.trace.json_text import parse_json
+from simlab.trace.json_text import read_json
 from simlab.trace.provenance import read_provenance
-from simlab.trace.reading import read_bytes
 from simlab.trace.store import Trace
 from simlab.types import Cell, Provenance, TraceHeader, known_fields
 
@@ -307,7 +306,7 @@ class QualityModel:
         Raises:
             InputError: no such file, not a law of this version, or numbers that no fit gives.
         """
-        found = parse_json(read_bytes(path), str(path), nan=False)
+        found = read_json(path, nan=False)
         try:
             if found.pop("quality_law") != 1 or found["form"] not in FORMS:
                 raise ValueError

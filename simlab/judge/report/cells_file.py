@@ -27,7 +27,8 @@ from simlab.cli.output import (
 from simlab.errors import InputError
 from simlab.policy import builtin_policies
 from simlab.prefetch import parse_prefetch
-from simlab.trace.json_text import parse_json
+from simlab.trace.csv_text import require_room
+from simlab.trace.json_text import JSON_TIMES, parse_json
 from simlab.trace.parquet_probe import probe_parquet
 from simlab.trace.provenance import read_provenance
 from simlab.trace.reading import one_line, read_bytes, shown
@@ -68,7 +69,7 @@ def read_cells_table(path: Path) -> pl.DataFrame:
         raise InputError(f"{path}: is a folder, not a table of cells; {_WANTED}")
     if path.suffix == ".parquet":
         return _checked(path, _parquet(path), _row)
-    data = read_bytes(path)
+    data = read_bytes(path, times=JSON_TIMES)
     if path.suffix == ".csv":
         return _checked(path, _csv(path, data), lambda row: f"line {row + 2}")
     if data.lstrip()[:1] in (b"[", b"{"):
@@ -93,6 +94,8 @@ def _parquet(path: Path) -> pl.DataFrame:
 
 
 def _csv(path: Path, data: bytes) -> pl.DataFrame:
+    heading, _, rows = data.partition(b"\n")
+    require_room(path, 1, heading.count(b",") + 1, rows.count(b",") + rows.count(b"\n"))
     try:
         words = pl.read_csv(data, infer_schema=False)
     except pl.exceptions.PolarsError as error:

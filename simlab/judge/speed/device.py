@@ -26,6 +26,7 @@ from simlab.judge.speed.token_time import Composition, Floats
 from simlab.judge.speed.trace_time_cells import Costs, TokenWork
 from simlab.judge.speed.trace_time_reads import Latencies, ReadModel, Slices, slices_of
 from simlab.record.reads import PAGE
+from simlab.trace.json_text import read_json
 from simlab.trace.provenance import check, trace_provenance
 from simlab.trace.store import Trace
 from simlab.types import DECODE, THROW_AWAY_TURN, Provenance, TraceHeader
@@ -98,11 +99,9 @@ def load_profile(path: Path) -> DeviceProfile:
         InputError: no such file, not a profile, or a field that is missing, unknown or out of its range.
     """
     try:
-        found = json.loads(path.read_text())
-    except OSError as error:
-        raise InputError(f"--device {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise InputError(f"--device {path}: is not JSON: {error}") from error
+        found = read_json(path)
+    except InputError as error:
+        raise InputError(f"--device {error}") from error
     if not isinstance(found, dict) or found.pop("device_profile", None) != VERSION:
         raise InputError(f"--device {path}: is no device profile of version {VERSION}")
     for name in _REQUIRED:
