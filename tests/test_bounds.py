@@ -28,6 +28,7 @@ from simlab.cells import build_cells
 from simlab.errors import InputError
 from simlab.judge.report.cells_file import read_cells_table
 from simlab.learning import learn
+from simlab.replay.columns import ColumnNeeds, TraceColumns
 from simlab.replay.curve import lru_curve
 from simlab.replay.run import Replayer
 from simlab.replay.slots import replay_slots
@@ -86,9 +87,7 @@ def refused_import(path: Path) -> str:
 # Small files, large contents
 
 
-@pytest.mark.parametrize(
-    "command", [["info"], ["replay", "--budget", "1cycles"], ["curve"], ["explain", "--budget", "1cycles"]]
-)
+@pytest.mark.parametrize("command", [["info"], ["replay", "--budget", "1cycles"], ["curve"]])
 def test_a_trace_of_two_billion_entries(command: list[str], tmp_path: Path) -> None:
     """One routing row; 17 GB are what one number for each entry takes. `info` needs none, and answers."""
     header = make_header(n_layer=1, n_expert=65535, k=1)
@@ -300,6 +299,17 @@ def test_more_rows_than_memory_holds(what: str, tmp_path: Path, monkeypatch: pyt
         run()
     monkeypatch.setenv("SIMLAB_MEMORY_GIB", repr(n_bytes / GIB))
     run()
+
+
+@pytest.mark.usefixtures("two_gib")
+def test_scores_of_more_experts_than_memory_holds_rows_of(tmp_path: Path) -> None:
+    """4,096 rows are read at once, at eight bytes, and 512 got ready at 64: 64 KiB for an expert."""
+    header = make_header(n_layer=1, n_expert=65535, k=1)
+    trace = generate(header, n_prefill=0, n_decode=1, scorer=ones).write(tmp_path / "t.trace")
+    with pytest.raises(
+        InputError, match=r"t.trace/routing: scores of 65535 experts: takes 4.0 GiB of memory"
+    ):
+        TraceColumns(trace).chunk(0, 1, 512, ColumnNeeds(1, scores=True, rank=False, weights=frozenset()))
 
 
 @pytest.mark.usefixtures("two_gib")

@@ -32,6 +32,8 @@ from simlab.scores import (
 from simlab.trace.store import BLOCK_ROWS, Trace
 from simlab.types import DECODE, THROW_AWAY_TURN
 
+_SCORE_BYTES = 8 * BLOCK_ROWS + 64 * 512
+"""Memory for an expert's scores: of a block that is read, and of the rows that are got ready at once."""
 _LAYER_BYTES = 64
 """Of header.json, for a layer."""
 _ENTRY_BYTES = 40
@@ -200,6 +202,9 @@ class TraceColumns:
         header = self.trace.header
         assert header.score_space is not None
         assert header.gating is not None
+        require_memory(
+            header.n_expert * _SCORE_BYTES, f"{self.trace.path}/routing: scores of {header.n_expert} experts"
+        )
         scores = self._read("scores", start, stop)
         values = ranking_values(scores, header.score_space)
         statistics = row_statistics(values)
