@@ -495,6 +495,6 @@ def test_recorded_decisions_are_not_read(tmp_path):
     cells = turns()
     clean = sweep(trace.write(tmp_path / "clean"), cells)
     for row in trace.rows:
-        row |= {"experts": [7] * 4, "residency": [1] * 4, "dropped": [True] * 4, "read_bytes": [9] * 4}
+        row |= {"experts": [7] * 4, "residency": [1] * 4, "dropped": [True] * 4, "read_bytes": [1000] * 4}
         row["weights"] = np.full(4, np.nan, f32)
     assert sweep(trace.write(tmp_path / "dirty"), cells) == clean
