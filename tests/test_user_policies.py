@@ -180,7 +180,7 @@ BAD_ROUTES = {
     ),
     "by what it kept": (
         "asked = []\n"
-        + rerank_of(f"asked.append(1)\n    return Choice(value=candidates.value * len(asked)), state"),
+        + rerank_of("asked.append(1)\n    return Choice(value=candidates.value * len(asked)), state"),
         "answers differently",
     ),
     "async": (rerank_of(CHOICE).replace("def mine", "async def mine"), "a policy is one plain function"),

@@ -4,6 +4,7 @@ and live; -inf is legal."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,7 +57,7 @@ def first_row(trace: Trace) -> tuple[str, int]:
     return f"layer {model_layer}, step {rows['step'][at]} (row {at})", best
 
 
-def replay(trace: Trace, engine: str, **cell: list[str]) -> Replayer:
+def replay(trace: Trace, engine: str, **cell: Any) -> Replayer:
     replayer = Replayer(trace, build_cells(budgets=["40%"], **cell), **ENGINES[engine])
     while replayer.advance():
         pass
@@ -119,7 +120,7 @@ def test_a_wrong_value_live_names_policy_layer_and_expert(tmp_path) -> None:
         router = np.array([[9, 8, 7]], np.int32)
         route.rerank(0, scores, router, np.ones(10, bool))
         for rows in (1, 2):
-            with pytest.raises(InputError, match="its value of expert 9 is NaN or .inf at MoE layer 1"):
+            with pytest.raises(InputError, match=r"its value of expert 9 is NaN or .inf at MoE layer 1"):
                 route.rerank(1, np.repeat(scores, rows, 0), np.repeat(router, rows, 0), np.ones(10, bool))
 
 
@@ -133,5 +134,5 @@ def test_a_wrong_key_live_names_policy_and_entry(tmp_path: Path) -> None:
     # Batch 1 uses experts 4, 5 and 6 of the second layer; batch 2 has to evict one of them.
     cache.run_batch(0, np.array([[1, 2, 3]], np.int32), None, weights)
     cache.run_batch(1, np.array([[4, 5, 6]], np.int32), None, weights)
-    with pytest.raises(InputError, match="its key of expert 4 of MoE layer 1 is NaN or .inf at MoE layer 1"):
+    with pytest.raises(InputError, match=r"its key of expert 4 of MoE layer 1 is NaN or .inf at MoE layer 1"):
         cache.run_batch(1, np.array([[7, 8, 9]], np.int32), None, weights)
