@@ -59,14 +59,28 @@ def policy_error(policy: Policy, error: BaseException) -> InputError:
     return InputError(f"policy {where}: {what}")
 
 
+class WrongValueError(InputError):
+    """A policy's value is NaN, or +inf though nothing it was given is."""
+
+
+def wrong_value(policy: Policy, entry: str, place: str) -> WrongValueError:
+    """The error that names the policy, whose value it is, and where it was made."""
+    what = "value" if isinstance(policy, RoutingPolicy) else "key"
+    return WrongValueError(
+        f"policy {policy.name}: its {what} of {entry} is NaN or +inf at {place}; only -inf may be"
+    )
+
+
+_PROBES = 8
+"""Times a policy is asked the same: a flipped coin is found out but for 1 in 128."""
 _CHECKED: set[tuple[Any, ...]] = set()
 
 
 def check_policy(policy: Policy) -> None:
-    """Run a policy once with NumPy on four candidates and check what it returns; once per process.
+    """Run a policy with NumPy on four candidates and check what it returns, every time; once per process.
 
     Raises:
-        InputError: it raised, or returned something else than its contract says.
+        InputError: it raised, returned something else than its contract says, or not the same again.
     """
     if isinstance(policy, RoutingPolicy):
         declared = (tuple(policy.state), policy.needs, tuple(policy.learns.items()), policy.ordered)
@@ -79,18 +93,36 @@ def check_policy(policy: Policy) -> None:
 
     try:
         with np.errstate(all="ignore"):
-            if isinstance(policy, EvictionPolicy):
-                _try_eviction(policy)
-            else:
-                _try_routing(policy, ())
-                if policy.stage != "width":
-                    _try_routing(policy, (2,))
+            first = _answers(policy)
+            if not all(_same(first, _answers(policy)) for _ in range(_PROBES - 1)):
+                raise _bad(
+                    policy,
+                    "answers differently when it is asked the same again; it must go by its arguments alone, "
+                    "not by chance, time or what it kept",
+                )
     except BaseException as error:
         raise policy_error(policy, error) from error
     _CHECKED.add(key)
 
 
-def _try_routing(policy: RoutingPolicy, lanes: tuple[int, ...]) -> None:
+def _answers(policy: Policy) -> list[Any]:
+    """All a policy returns in a dry run."""
+    if isinstance(policy, EvictionPolicy):
+        return _try_eviction(policy)
+    return [_try_routing(policy, rows) for rows in ([()] if policy.stage == "width" else [(), (2,)])]
+
+
+def _same(one: Any, other: Any) -> bool:
+    import numpy as np
+
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_same(one[name], other[name]) for name in one)
+    return one is other or np.array_equal(one, other, equal_nan=np.asarray(one).dtype.kind in "fc")
+
+
+def _try_routing(policy: RoutingPolicy, lanes: tuple[int, ...]) -> Any:
     """One row where `lanes` is empty, as in a live decode; several rows at once otherwise."""
     import numpy as np
 
@@ -164,6 +196,7 @@ def _try_routing(policy: RoutingPolicy, lanes: tuple[int, ...]) -> None:
         _check_value(policy, "Choice(drop=...)", choice.drop, "b", "bool", shape)
     if policy.state:
         _check_new_state(policy, "the state it returns", new_state, lanes)
+    return choice, new_state if policy.state else None
 
 
 def _is_ordered(choice: Choice, shape: tuple[int, ...], *, strictly: bool) -> bool:
@@ -181,28 +214,31 @@ def _is_ordered(choice: Choice, shape: tuple[int, ...], *, strictly: bool) -> bo
     return bool(np.all(first if strictly else first | shut_out))
 
 
-def _try_eviction(policy: EvictionPolicy) -> None:
+def _try_eviction(policy: EvictionPolicy) -> list[Any]:
     import numpy as np
 
     from simlab.routing import entry_facts, first_state, knob_values
 
     position, batch, knobs = np.array([3, 1, 7, 5]), np.int64(4), knob_values(policy.knobs, {})
     state, expert = first_state(policy.state, (4,)), np.arange(4, dtype=np.int32)
+    answers: list[Any] = []
     if policy.key is not None:
         facts = entry_facts(policy, np.int32(0), expert, position > 5, position > 9)
         key = policy.key(np, state | facts, position, batch, knobs)
         _check_value(policy, "the key it returns", key, "iuf", "int64 or float64", (4,))
+        answers.append(key)
     if policy.touch is not None:
         first = np.array([True, True, False, True])
         weight = np.full(4, 0.25, np.float32)
         access = Access(position, first, first & (expert > 0), weight, batch, np.int32(0), expert)
-        _check_new_state(policy, "what touch returns", policy.touch(np, state, access, knobs), (4,))
+        answers.append(policy.touch(np, state, access, knobs))
+        _check_new_state(policy, "what touch returns", answers[-1], (4,))
     if policy.evict is not None:
-        _try_whole_cache(policy, ())
-        _try_whole_cache(policy, (2,))
+        answers += [_try_whole_cache(policy, ()), _try_whole_cache(policy, (2,))]
+    return answers
 
 
-def _try_whole_cache(policy: EvictionPolicy, lanes: tuple[int, ...]) -> None:
+def _try_whole_cache(policy: EvictionPolicy, lanes: tuple[int, ...]) -> Any:
     """A cache of four entries of 10 bytes, of which the last one's batch brought it 10 bytes over budget."""
     import numpy as np
 
@@ -249,6 +285,7 @@ def _try_whole_cache(policy: EvictionPolicy, lanes: tuple[int, ...]) -> None:
     for name, value in new_state.items():
         shape = (5, *lanes) if name in policy.state else lanes
         _check_value(policy, f"the state it returns: '{name}'", value, "fiub", "numbers", shape)
+    return returned
 
 
 def _check_new_state(policy: Policy, what: str, new: Any, shape: tuple[int, ...]) -> None:

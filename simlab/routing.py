@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from simlab.policy_check import policy_error
+from simlab.policy_check import policy_error, wrong_value
 from simlab.types import Access, Array, CacheState, Candidates, Choice, EvictionPolicy, Knob, Row, Step
 
 _EXPERT_BITS = 16
 _LAST_ID = (1 << _EXPERT_BITS) - 1
 _NO_SLOT = -1
+NO_EXPERT = 1 << _EXPERT_BITS
+"""In `wrong`: no expert."""
 
 
 class Rerouted(NamedTuple):
@@ -30,6 +32,8 @@ class Rerouted(NamedTuple):
     substituted: Array
     """int32 `[...]`: executed experts that were not in the router's set."""
     state: Any
+    wrong: Array = NO_EXPERT
+    """int32 `[...]`: the first expert whose value is none (`is_wrong`), `NO_EXPERT` if there is none."""
 
 
 class Dropped(NamedTuple):
@@ -67,6 +71,23 @@ def width(step: Step, k: int) -> int:
         raise policy_error(policy, error) from error
 
 
+def is_wrong(xp: Any, value: Array, *given: Array) -> Array:
+    """bool: where a policy's value is NaN, or +inf though nothing it was given is. -inf is legal: it masks."""
+    made = value == xp.inf
+    for one in given:
+        made = made & ~(one == xp.inf)
+    return made | (value != value)
+
+
+def first_wrong(xp: Any, choice: Choice, candidates: Candidates, armed: Array, n_expert: int) -> Array:
+    """`Rerouted.wrong` of a choice, in rows that are `armed` and active; ids from `n_expert` on are none."""
+    wrong = (
+        is_wrong(xp, choice.value, candidates.value) & armed & choice.active & (candidates.expert < n_expert)
+    )
+    expert = xp.where(wrong, candidates.expert, NO_EXPERT)
+    return expert.min(axis=tuple(range(expert.ndim - candidates.expert.ndim + 1))).astype(xp.int32)
+
+
 def decide(
     xp: Any, step: Step, candidates: Candidates, row: Row, state: dict[str, Array], knobs: SimpleNamespace
 ) -> tuple[Choice, dict[str, Array]]:
@@ -75,7 +96,7 @@ def decide(
     A `swap` policy's values keep a leading slot axis where it gave one.
 
     Raises:
-        InputError: the policy failed, in one line that names it.
+        InputError: the policy failed, in one line that names it; with NumPy also where a value is none (`is_wrong`).
     """
     policy, shape = step.policy, candidates.value.shape
     try:
@@ -98,6 +119,11 @@ def decide(
             choice = choice._replace(drop=dropped)
         if policy.state:
             new_state = {name: xp.asarray(new_state[name], dtype=xp.float32) for name in policy.state}
+        # The largest of values tells of NaN too.
+        if xp is np and policy.stage != "drop" and not choice.value.max(initial=-np.inf) < np.inf:
+            expert = int(first_wrong(np, choice, candidates, np.True_, NO_EXPERT).min())
+            if expert < NO_EXPERT:
+                raise wrong_value(policy, f"expert {expert}", f"MoE layer {np.max(row.layer)}")
     except BaseException as error:
         raise policy_error(policy, error) from error
     return choice, new_state if policy.state else state
@@ -130,8 +156,8 @@ def eviction_key(
     last_position: Array,
     batch: Array,
     knobs: SimpleNamespace,
-) -> Array:
-    """A policy's key for every entry, a constant one repeated, NaN lowest.
+) -> tuple[Array, Array | None]:
+    """A policy's key for every entry, a constant one repeated; and which are none (`is_wrong`), None of ints.
 
     Raises:
         InputError: the policy failed, in one line that names it.
@@ -142,7 +168,10 @@ def eviction_key(
         key = xp.broadcast_to(key, last_position.shape)
     except BaseException as error:
         raise policy_error(policy, error) from error
-    return xp.where(xp.isnan(key), -xp.inf, key) if xp.issubdtype(key.dtype, xp.floating) else key
+    if not xp.issubdtype(key.dtype, xp.floating):
+        return key, None
+    wrong = is_wrong(xp, key, *(x for x in state.values() if xp.issubdtype(x.dtype, xp.floating)))
+    return xp.where(xp.isnan(key), -xp.inf, key), wrong
 
 
 def touch_state(
@@ -262,7 +291,8 @@ def rerank(
     substituted = xp.where(active, is_new.sum(axis=0), 0).astype(xp.int32)
     experts = xp.where(substituted > 0, picked, router)
     state = {name: xp.where(armed, new_state[name], state[name]) for name in state}
-    return Rerouted(experts, xp.where(active, n_slots, 0).astype(xp.int32), substituted, state)
+    wrong = first_wrong(xp, choice, candidates, armed & (n_slots > 0) & (row.k < n_expert), n_expert)
+    return Rerouted(experts, xp.where(active, n_slots, 0).astype(xp.int32), substituted, state, wrong)
 
 
 def swap(
@@ -307,6 +337,7 @@ def swap(
         xp.where(active, n_slots, 0).astype(xp.int32),
         n_swapped.astype(xp.int32),
         state,
+        first_wrong(xp, choice, candidates, active, n_expert),
     )
 
 

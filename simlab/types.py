@@ -117,7 +117,8 @@ class Choice(NamedTuple):
     """
 
     value: Array = None
-    """`[C, ...]`, taken as float32; `swap`: `[K, C, ...]` too, and -inf or NaN never takes a slot."""
+    """`[C, ...]`, taken as float32; `swap`: `[K, C, ...]` too, and -inf never takes a slot. NaN is refused, and +inf
+    where the candidate's own value is not."""
     tier: Array = 0
     """Whole numbers `[C, ...]`."""
     active: Array = True

@@ -208,8 +208,15 @@ def test_an_answer_keeps_its_types(value):
     assert repr(again) == repr(value)
 
 
-def test_no_code_runs_where_there_is_no_sandbox(monkeypatch, capsys):
-    monkeypatch.setenv("PATH", "")
+@pytest.mark.parametrize("refuses", [False, True])
+def test_no_code_runs_where_there_is_no_sandbox(monkeypatch, tmp_path, capsys, refuses):
+    """Without bubblewrap, and where it may make no namespace."""
+    if refuses:
+        (tmp_path / "bwrap").write_text(
+            "#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n"
+        )
+        (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
     why_unprotected.cache_clear()
     try:
         assert main(["humaneval", "--budget", "2cycles", "--allow-code-execution"]) == 2
@@ -217,7 +224,7 @@ def test_no_code_runs_where_there_is_no_sandbox(monkeypatch, capsys):
         why_unprotected.cache_clear()
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert "bubblewrap is not installed" in said
+    assert ("No permissions to create new namespace" if refuses else "bubblewrap is not installed") in said
     assert "=unprotected" in said
 
 

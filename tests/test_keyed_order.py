@@ -77,7 +77,7 @@ def test_entries_by_key_and_then_by_last_use(dtype, data, uses, first, size, n):
     found = np.full((len(uses), n), -1)
     for block in blocks(now, batch, entry, new, len(uses), size):
         of_block = np.minimum(np.arange(block.start, block.start + size), len(uses) - 1)
-        packed, whole, key = packed_by_jax(block.known, of_block, np.int32(block.bits))
+        packed, whole, key, _ = packed_by_jax(block.known, of_block, np.int32(block.bits))
         some = in_order(
             np.asarray(packed), None if bool(whole) else np.asarray(key), block.entry, block.bits, n
         )
@@ -124,7 +124,7 @@ def test_whole_keys_are_in_the_order_of_keys(dtype):
     one = np.zeros(1, np.int64)
     n = len(key)
     by_jax = jax.jit(lambda known: whole_keys(worth, known, one.astype(np.int32), one, {}, n=n, n_expert=n))
-    whole = np.asarray(by_jax({"worth": key[None]}))[0].tolist()
+    whole = np.asarray(by_jax({"worth": key[None]})[0])[0].tolist()
     ranked = [float("-inf") if value != value else value for value in key.tolist()]
     for a, wa in zip(ranked, whole, strict=True):
         for b, wb in zip(ranked, whole, strict=True):

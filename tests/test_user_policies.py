@@ -165,6 +165,24 @@ BAD_ROUTES = {
         rerank_of(f"candidates.value[0] = 1\n    {CHOICE}"),
         "line 7: raised ValueError: assignment destination is read-only",
     ),
+    "by chance": (
+        rerank_of("return Choice(value=candidates.value + np.random.rand()), state"),
+        "answers differently when it is asked the same again",
+    ),
+    "by a flipped coin": (
+        rerank_of("return Choice(drop=candidates.resident & (np.random.rand() < 0.5)), state", '"drop"'),
+        "answers differently",
+    ),
+    "by the clock": (
+        "import time\n"
+        + rerank_of("return Choice(value=candidates.value, tier=time.perf_counter_ns() % 1000), state"),
+        "answers differently",
+    ),
+    "by what it kept": (
+        "asked = []\n"
+        + rerank_of("asked.append(1)\n    return Choice(value=candidates.value * len(asked)), state"),
+        "answers differently",
+    ),
     "async": (rerank_of(CHOICE).replace("def mine", "async def mine"), "a policy is one plain function"),
     "several lines": (rerank_of("raise ValueError('one\\ntwo')"), "raised ValueError: one two"),
 }
@@ -191,6 +209,13 @@ BAD_EVICTIONS = {
     ),
     "numpy": (evict_of("return np.sqrt(last_position + 1.0)"), "calls NumPy itself"),
     "no parentheses": (evict_of("return batch").replace("@eviction()", "@eviction"), "TypeError"),
+    "by chance": (evict_of("return last_position * np.random.rand()"), "answers differently"),
+    "touch by chance": (
+        evict_of("return state['n']", 'touch=touch, state={"n": 0.0}').replace(
+            "access.first}", "np.random.rand()}"
+        ),
+        "answers differently",
+    ),
 }
 
 BAD = [("--route", name, *rest) for name, rest in BAD_ROUTES.items()]
@@ -340,11 +365,11 @@ def test_policies_that_share_a_key_but_not_a_touch_are_apart(tmp_path, monkeypat
     [
         ("0", "40%"),
         ("xp.float64(1.5)", "4/layer"),
-        ("xp.where(last_position % 2 == 0, xp.nan, 1.0)", "40%"),
+        ("xp.where(last_position % 2 == 0, -xp.inf, 1.0)", "40%"),
     ],
 )
 def test_any_key_evicts_the_same_live_as_in_a_replay(key, budget, tmp_path):
-    """A constant key leaves the choice to recency; NaN goes first."""
+    """A constant key leaves the choice to recency; -inf goes first."""
     path = tmp_path / "key.py"
     path.write_text(HEAD + evict_of(f"return {key}"))
     trace = generate(HEADER, seed=5, n_decode=60).write(tmp_path / "t")

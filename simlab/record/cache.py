@@ -18,7 +18,7 @@ import numpy as np
 from simlab.cells import check_eviction, check_live, effective_k, resolve_budget
 from simlab.errors import InputError
 from simlab.policy import find_eviction
-from simlab.policy_check import check_policy, policy_error
+from simlab.policy_check import check_policy, policy_error, wrong_value
 from simlab.replay.training import Training, prepared
 from simlab.routing import entry_facts, eviction_key, first_state, knob_values, settle, touch_state
 from simlab.types import Access, CacheState, Cell, EvictionPolicy, ResolvedBudget, TraceHeader
@@ -313,7 +313,11 @@ class LiveCache:
             self._speculative[entries],
         )
         batch = np.int64(self._batch)
-        key = eviction_key(np, self._policy, state, self._last[entries], batch, self._knobs)
+        key, wrong = eviction_key(np, self._policy, state, self._last[entries], batch, self._knobs)
+        if wrong is not None and wrong.any():
+            entry = entries[np.argmax(wrong)]
+            name = f"expert {self._expert_of[entry]} of MoE layer {self._layer_of[entry]}"
+            raise wrong_value(self._policy, name, f"MoE layer {layer}")
         order = entries[np.lexsort((entries, self._last[entries], key))]
         freed = np.cumsum(self._sizes[order])
         return order[: int(np.searchsorted(freed, over)) + 1].tolist()

@@ -21,6 +21,7 @@ from simlab.cells import effective_k, parse_budget, resolve_budget
 from simlab.errors import InputError, RunError, SimlabWarning
 from simlab.learning import learn
 from simlab.policy import find_eviction
+from simlab.policy_check import WrongValueError
 from simlab.prefetch import parse_prefetch
 from simlab.record.asking import NodeFilter
 from simlab.record.cache import LiveCache, live_cache
@@ -467,6 +468,8 @@ class Engine:
             # The cache holds entries that were never read: this session is over.
             error, self.hook = hook.error, None
             hook.abandon()
+            if isinstance(error, WrongValueError):
+                raise InputError(f"{error}, in the graph from position {plan.first_position}") from error
             raise error
         hook.end_graph()
         nll = hit = None

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from simlab.replay.shape import ProgramShape, Tree, at_layer
+from simlab.replay.shape import NO_ROW, ProgramShape, Tree, at_layer
 from simlab.routing import entry_facts, eviction_key, settle
 from simlab.types import Array, CacheState
 
@@ -53,19 +53,23 @@ class Batch(NamedTuple):
 
 def close_batch(
     shape: ProgramShape, lanes: Tree, cache: Cache, batch: Batch, ends: Array
-) -> tuple[Cache, Array]:
-    """Evict where the batch `ends`: the caches after it, and the entries evicted, int64 `[W]`."""
-    none = jnp.zeros_like(batch.position)
+) -> tuple[Cache, Array, Array]:
+    """Evict where the batch `ends`: the caches after it, and the entries evicted, int64 `[W]`.
+
+    Last, of the first entry whose key is none (`simlab.routing.is_wrong`) layer << 16 | expert, else `NO_ROW`.
+    """
+    none, no_fault = jnp.zeros_like(batch.position), jnp.full_like(batch.position, NO_ROW)
     if shape.eviction.evict is not None:
-        return lax.cond(ends, lambda c: _settle(shape, lanes, c, batch), lambda c: (c, none), cache)
-    resident, used, n_evicted = lax.cond(
+        settled = lax.cond(ends, lambda c: _settle(shape, lanes, c, batch), lambda c: (c, none), cache)
+        return *settled, no_fault
+    resident, used, n_evicted, wrong = lax.cond(
         ends & _over_budget(lanes, cache.used, batch.layer).any(),
         lambda r, u: _evict(shape, lanes, cache._replace(resident=r, used=u), batch),
-        lambda r, u: (r, u, none),
+        lambda r, u: (r, u, none, no_fault),
         cache.resident,
         cache.used,
     )
-    return cache._replace(resident=resident, used=used), n_evicted
+    return cache._replace(resident=resident, used=used), n_evicted, wrong
 
 
 def _over_budget(lanes: Tree, used: Array, layer: Array) -> Array:
@@ -119,8 +123,8 @@ def _settle(shape: ProgramShape, lanes: Tree, cache: Cache, batch: Batch) -> tup
     )
 
 
-def _evict(shape: ProgramShape, lanes: Tree, cache: Cache, batch: Batch) -> tuple[Array, Array, Array]:
-    """Evict down to the budgets by a policy's key: residency, bytes used, evictions `[W]`.
+def _evict(shape: ProgramShape, lanes: Tree, cache: Cache, batch: Batch) -> tuple[Array, Array, Array, Array]:
+    """Evict down to the budgets by a policy's key: residency, bytes used, evictions `[W]`, and the first wrong key.
 
     Victims leave in ascending (key, position of last occurrence), so the loop only moves a threshold up: it
     keeps each layer's next victim and looks again into the one layer that lost it.
@@ -131,7 +135,12 @@ def _evict(shape: ProgramShape, lanes: Tree, cache: Cache, batch: Batch) -> tupl
     evictable &= ~lanes["per_layer"] | (layers == layer)[:, None, None]
     knobs = SimpleNamespace(**lanes["eviction_knobs"])
     state = dict(cache.state) | _facts(shape, cache, batch)
-    key = eviction_key(jnp, shape.eviction, state, stamp, batch.number, knobs)
+    key, wrong = eviction_key(jnp, shape.eviction, state, stamp, batch.number, knobs)
+    first = jnp.full_like(batch.position, NO_ROW)
+    if wrong is not None:
+        at = (layers.astype(jnp.int64)[:, None] << 16) + jnp.arange(shape.n_expert)
+        asked = wrong & evictable & _over_budget(lanes, cache.used, layer)
+        first = jnp.where(asked, at[..., None], NO_ROW).min(axis=(0, 1))
     floating = jnp.issubdtype(key.dtype, jnp.floating)
     low, high = (-jnp.inf, jnp.inf) if floating else (jnp.iinfo(key.dtype).min, jnp.iinfo(key.dtype).max)
 
@@ -175,7 +184,7 @@ def _evict(shape: ProgramShape, lanes: Tree, cache: Cache, batch: Batch) -> tupl
     }
     loop = lax.while_loop(lambda x: pending(x)[0].any(), evict_one, loop)
     gone = (key < loop["last_key"]) | ((key == loop["last_key"]) & (stamp <= loop["last_stamp"]))
-    return resident & ~(evictable & gone), loop["used"], loop["evicted"]
+    return resident & ~(evictable & gone), loop["used"], loop["evicted"], first
 
 
 def _facts(shape: ProgramShape, cache: Cache, batch: Batch) -> Tree:

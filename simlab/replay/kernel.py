@@ -22,13 +22,22 @@ from jax import lax
 from simlab.policy import rounded
 from simlab.replay.eviction import Batch, Cache, close_batch
 from simlab.replay.programs import compiled
-from simlab.replay.routes import Routed, against_router, executed, first_routing_state, gather, route
+from simlab.replay.routes import (
+    Routed,
+    against_router,
+    executed,
+    fault_of,
+    first_routing_state,
+    gather,
+    route,
+)
 from simlab.replay.shape import (
     COUNTERS,
     NO_ROW,
     ProgramShape,
     Tree,
     at_layer,
+    fault,
     first_counts,
     in_phase,
     put,
@@ -71,7 +80,7 @@ def first_carry(shape: ProgramShape, n_lanes: int) -> Tree:
 
 _CACHE = (
     "stamp", "resident", "used", "position", "batch_position", "eviction_state", "eviction_scalars",
-    "pass_position", "marks", "missed", "coldest", "read_ahead", "last_run", "under_way",
+    "pass_position", "marks", "missed", "coldest", "read_ahead", "last_run", "under_way", "fault",
 )  # fmt: skip
 """What of the carry a walk through the cache reads and writes."""
 
@@ -147,6 +156,7 @@ def _step(shape: ProgramShape, lanes: Tree, carry: Tree, row: Tree) -> tuple[Tre
         "counters": carry["counters"] + jnp.where(phase, counters, 0),
         "sums": carry["sums"] + jnp.where(phase, sums, 0.0),
         "nan_row": carry["nan_row"],
+        "fault": jnp.minimum(cache["fault"], fault_of(row, routed)),
     }
     if shape.sequential:
         new_carry["frozen"] = resident
@@ -242,7 +252,7 @@ def _look_up(
         early = (first & resident & at_layer(cache["marks"], layer)).sum(axis=0)
         cache = cache | {"read_ahead": count_useful(cache["read_ahead"], row, early, entry_bytes)}
         marks = put(cache["marks"], at_layer(cache["marks"], layer) & (last < 0), layer)
-    closed, n_evicted = close_batch(
+    closed, n_evicted, wrong = close_batch(
         shape,
         lanes,
         Cache(
@@ -262,7 +272,9 @@ def _look_up(
         ),
         ends,
     )
+    wrong = jnp.where(wrong < NO_ROW, fault(True, row["row"], 0, 0) | wrong, NO_ROW)
     new_cache = cache | {
+        "fault": jnp.minimum(cache["fault"], wrong),
         "stamp": closed.stamp,
         "resident": closed.resident,
         "used": closed.used,

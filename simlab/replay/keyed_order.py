@@ -92,32 +92,32 @@ def _at_batches(
 
 def packed_keys(
     policy: EvictionPolicy, known: Tree, facts: Tree, batch: Array, bits: Array, knobs: Tree
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, Array, Array, Array]:
     """Numbers `[P, N]` in the order of (key, place), entries that were never used last; whether by the whole of each
-    key; and the keys.
+    key; the keys; and bool `[P]`, whether one may be none (`simlab.routing.is_wrong`).
 
     Args:
         known: by name `[P, N]`, as a `Block` has it. facts: by name `[N]`. batch: int64 `[P]`. bits: of a place.
     """
     stamp, place = known[LAST_USE], known[PLACE]
 
-    def one(known: Tree, batch: Array) -> Array:
+    def one(known: Tree, batch: Array) -> tuple[Array, Array]:
         return _key(policy, known, facts, batch, knobs)
 
-    key = kept(jax.vmap(one))({name: v for name, v in known.items() if name != PLACE}, batch)
+    key, wrong = kept(jax.vmap(one))({name: v for name, v in known.items() if name != PLACE}, batch)
     above = kept(_whole)(key)
     above = above - above.min()
     room, bits = 62 - bits, bits.astype(jnp.uint64)
     cut = jnp.maximum(64 - lax.clz(above.max()).astype(jnp.int32) - room, 0)
     most = (jnp.uint64(1) << room.astype(jnp.uint64)) - jnp.uint64(1)
     above = jnp.where(stamp < 0, most + jnp.uint64(1), above >> cut.astype(jnp.uint64))
-    return (above << bits | place.astype(jnp.uint64)).astype(jnp.int64), cut == 0, key
+    return (above << bits | place.astype(jnp.uint64)).astype(jnp.int64), cut == 0, key, wrong
 
 
 def whole_keys(
     policy: EvictionPolicy, known: Tree, first: Array, batch: Array, knobs: Tree, *, n: int, n_expert: int
-) -> Array:
-    """uint64 `[P, N]` in the order of keys, equal where these are.
+) -> tuple[Array, Array]:
+    """uint64 `[P, N]` in the order of keys, equal where these are; and bool `[P]`, whether a key may be none.
 
     Args:
         known: by name `[P, N]`, `LAST_USE` among them; what the key makes nothing of may be missing. first: int32
@@ -127,17 +127,28 @@ def whole_keys(
     rest = first_state(policy.state, (n,)) | {LAST_USE: np.zeros(n, np.int64)}
     nothing = np.zeros(n, bool)
 
-    def one(known: Tree, first: Array, batch: Array) -> Array:
+    def one(known: Tree, first: Array, batch: Array) -> tuple[Array, Array]:
         facts = entry_facts(policy, first + at // n_expert, jnp.asarray(at % n_expert), nothing, nothing)
         return _key(policy, rest | known, facts, batch, knobs)
 
-    return _whole(jax.vmap(one)(known, first, batch))
+    key, wrong = jax.vmap(one)(known, first, batch)
+    return _whole(key), wrong
 
 
-def _key(policy: EvictionPolicy, known: Tree, facts: Tree, batch: Array, knobs: Tree) -> Array:
-    """The keys of one batch, `[N]`."""
+def wrong_entry(policy: EvictionPolicy, known: Tree, facts: Tree, batch: int, knobs: Any) -> int | None:
+    """The first entry used so far whose key at a batch is none (`simlab.routing.is_wrong`), `known` and facts `[N]`."""
     state = {name: v for name, v in known.items() if name != LAST_USE} | facts
-    return eviction_key(jnp, policy, state, known[LAST_USE], batch, SimpleNamespace(**knobs))
+    with np.errstate(all="ignore"):
+        _, wrong = eviction_key(np, policy, state, known[LAST_USE], np.int64(batch), knobs)
+    used = np.flatnonzero(wrong & (known[LAST_USE] >= 0)) if wrong is not None else []
+    return int(used[0]) if len(used) else None
+
+
+def _key(policy: EvictionPolicy, known: Tree, facts: Tree, batch: Array, knobs: Tree) -> tuple[Array, Array]:
+    """The keys of one batch, `[N]`, and whether one may be none: of an entry that was never used it is not asked."""
+    state = {name: v for name, v in known.items() if name != LAST_USE} | facts
+    key, wrong = eviction_key(jnp, policy, state, known[LAST_USE], batch, SimpleNamespace(**knobs))
+    return key, jnp.bool_(False) if wrong is None else wrong.any()
 
 
 def _whole(key: Array) -> Array:

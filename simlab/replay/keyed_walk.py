@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from simlab.replay.batches import padded
 from simlab.replay.keyed import KeyedShape, run
-from simlab.replay.keyed_order import Block, blocks, in_order, packed_keys, whole_keys
+from simlab.replay.keyed_order import Block, blocks, in_order, packed_keys, whole_keys, wrong_entry
 from simlab.replay.programs import compiled
 from simlab.replay.shape import Tree, code_key
 from simlab.replay.shared_loop import LEVELS, Batches, Caches, Held, Keys, at_batches, walk_keyed
@@ -119,7 +119,9 @@ class KeyedWalk(SharedWalk):
         found = np.empty((len(numbers), n_first), np.int32)
 
         def sort(block: Block, told: Any) -> None:
-            packed, whole, key = told
+            packed, whole, key, wrong = told
+            for at in block.start + np.flatnonzero(np.asarray(wrong)[: len(numbers) - block.start]):
+                self._check(carry, uses, cache, int(numbers[at]), int(batch[at]))
             rest = None if bool(whole) else np.asarray(key)
             order = in_order(np.asarray(packed), rest, block.entry, block.bits, n_first)
             mine = found[block.start :]
@@ -137,6 +139,30 @@ class KeyedWalk(SharedWalk):
         if waiting is not None:
             sort(*waiting)
         return found
+
+    def _check(self, carry: Tree, uses: Uses, cache: int, place: int, batch: int) -> None:
+        """Find the entry of a cache whose key is none at a batch, by its place in this piece and its number.
+
+        Raises:
+            InputError: an entry that was used has such a key.
+        """
+        mine = uses.batch <= place
+        n = carry["stamp"].size // self._n_caches
+        at = np.arange(cache * n, cache * n + n)
+        known = {}
+        pairs = {LAST_USE: (carry["stamp"], uses.position)}
+        pairs |= {name: (old, uses.state[name]) for name, old in carry["eviction_state"].items()}
+        for name, (old, new) in pairs.items():
+            values = np.array(old).reshape(-1)
+            # Of several uses of an entry the last stands.
+            values[uses.entry[mine]] = new[mine]
+            known[name] = values[at]
+        layer, expert = (x.astype(np.int32) for x in np.divmod(at, self._program.n_expert))
+        nothing = np.zeros(n, bool)
+        facts = entry_facts(self._program.eviction, layer, expert, nothing, nothing)
+        wrong = wrong_entry(self._program.eviction, known, facts, batch, self._knobs)
+        if wrong is not None:
+            raise self._refuse(int(at[wrong]), place)
 
     def _packed(self, block: Block, facts: Tree, batch: NDArray[np.int64]) -> Any:
         """As `packed_keys` has it."""
@@ -159,16 +185,18 @@ class KeyedWalk(SharedWalk):
         keys_from = self._whole_keys(carry, uses, batches, n, size)
         if self._rooms is None:
             self._rooms = [jnp.zeros((size, n), jnp.uint64) for _ in range(2)]
-        rooms = self._rooms
+        rooms, wrong = self._rooms, [None, None]
 
         def walk(number: int) -> None:
             first = starts[number]
             here = min(size, len(batches.layer) - first)
+            for at in first + np.flatnonzero(np.asarray(wrong[number % 2])[:here]):
+                self._check(carry, uses, int(batches.cache[at]), int(at), int(batches.number[at]))
             keys = Keys(first, here, np.asarray(rooms[number % 2]), uses.entry, uses.position, last)
             walk_keyed(batches, keys, caches, held)
 
         for number, first in enumerate(starts):
-            rooms[number % 2] = keys_from(first, rooms[number % 2])
+            rooms[number % 2], wrong[number % 2] = keys_from(first, rooms[number % 2])
             # JAX works these keys out while the loop goes by those before.
             if number:
                 walk(number - 1)

@@ -119,7 +119,7 @@ class RankedWalk(SharedWalk):
         }
         entry = np.concatenate([seen, uses.entry])
         cache = self._cache[entry // self._program.n_expert]
-        key = self._key(state, entry, np.concatenate([stamp[seen], uses.position]))
+        key = self._key(state, entry, np.concatenate([stamp[seen], uses.position]), uses.batch)
         # Of equal keys the entry used longest ago leaves first, which is how they stand.
         at = np.argsort(key, kind="stable")
         if self._n_caches > 1:
@@ -135,12 +135,23 @@ class RankedWalk(SharedWalk):
         return _Order(seen, cache, rank, counts, before, latest)
 
     def _key(
-        self, state: dict[str, NDArray[Any]], entry: NDArray[np.int64], position: NDArray[np.int64]
+        self,
+        state: dict[str, NDArray[Any]],
+        entry: NDArray[np.int64],
+        position: NDArray[np.int64],
+        batch: NDArray[np.int64],
     ) -> NDArray[Any]:
-        """The keys of entries in that state."""
+        """The keys of entries in that state; the last of them of these batches' uses."""
         program, n_expert = self._program, self._program.n_expert
         nothing = np.zeros(len(entry), bool)
         layer, expert = (entry // n_expert).astype(np.int32), (entry % n_expert).astype(np.int32)
         known = state | entry_facts(program.eviction, layer, expert, nothing, nothing)
         with np.errstate(all="ignore"):
-            return np.asarray(eviction_key(np, program.eviction, known, position, np.int64(0), self._knobs))
+            key, wrong = eviction_key(np, program.eviction, known, position, np.int64(0), self._knobs)
+        if wrong is not None and wrong.any():
+            at = int(np.argmax(wrong))
+            # What was used before this piece was looked at then.
+            raise self._refuse(
+                int(entry[at]), int(np.append(np.zeros(len(entry) - len(batch), int), batch)[at])
+            )
+        return np.asarray(key)

@@ -45,7 +45,7 @@ from simlab.replay.bits import (
     word_of,
 )
 from simlab.replay.programs import kept
-from simlab.replay.routes import Routed, declared, drop_slots, facts_of, first_routing_state
+from simlab.replay.routes import Routed, declared, drop_slots, facts_of, fault_of, first_routing_state
 from simlab.replay.shape import NO_ROW, ProgramShape, Tree, at_layer, first_counts, put
 from simlab.replay.tally import COLD, HIT, KNOWN, NONE, add_up
 from simlab.routing import Rerouted, rerank
@@ -181,13 +181,14 @@ def _step(shape: RecencyShape, lanes: Tree, rows: Tree, i: Array, before: Any) -
         for stage, s in flat["routing_state"].items()
     }
     told = {}
-    nan_row = flat["nan_row"]
+    nan_row, fault = flat["nan_row"], flat["fault"]
     if shape.routed:
         routed, state = _route(shape, lanes, row, stamp, mark, bits, state)
         experts, places = _walk(shape, routed, base)
         told["ran"] = jnp.where(routed.dropped, -1, routed.experts).astype(jnp.int16)
         if shape.program.step("rerank") is not None:
             told |= {"reranked": routed.reranked, "substituted": routed.substituted}
+            fault = jnp.minimum(fault, fault_of(row, routed))
         if shape.program.step("drop") is not None:
             told["dropped"] = routed.dropped.sum(axis=0, dtype=jnp.int32)
             is_nan = ((routed.walk >= 0) & jnp.isnan(routed.weights)).any(axis=0)
@@ -224,6 +225,7 @@ def _step(shape: RecencyShape, lanes: Tree, rows: Tree, i: Array, before: Any) -
         "stamp": stamp.at[at].set(written, mode="drop", wrap_negative_indices=False),
         "last": last,
         "nan_row": nan_row,
+        "fault": fault,
         "mark": put(flat["mark"], mark, cache),
         "used": put(flat["used"], jnp.where(off, 0, passed.over + budget), cache),
         "routing_state": {

@@ -23,7 +23,7 @@ from simlab.replay.programs import compiled
 from simlab.replay.routes import declared
 from simlab.replay.shape import Tree
 from simlab.replay.shared_order import used
-from simlab.routing import decide, knob_values
+from simlab.routing import NO_EXPERT, decide, is_wrong, knob_values
 from simlab.types import Array, Candidates, Choice, RoutingPolicy, Row, Step
 
 _KNOWN: dict[Hashable, bool] = {}
@@ -78,8 +78,8 @@ def _choice(step: Step, experts: Tree, facts: Tree, knobs: Tree) -> Choice:
 
 def keys(
     step: Step, k: int, rows: Mapping[str, NDArray[Any]], knobs: Mapping[str, NDArray[Any]], n_rows: int
-) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """`key` and `active` of `Rows`, for these settings and some more.
+) -> tuple[NDArray[np.float32], NDArray[np.bool_], NDArray[np.int32]]:
+    """`key` and `active` of `Rows`, and `Rerouted.wrong` whatever is in RAM, for these settings and some more.
 
     Args:
         k: slots of a row. rows: `layer`, `top`, `range` `[n]`; `order`, `ranked` `[n, E]`, experts and their values in
@@ -93,7 +93,7 @@ def keys(
     known = {name: np.pad(v, (0, size - n_settings), "edge") for name, v in knobs.items()}
     known[""] = np.zeros(size, np.float32)
 
-    def chosen(row: Tree, knobs: Tree) -> tuple[Array, Array]:
+    def chosen(row: Tree, knobs: Tree) -> tuple[Array, Array, Array]:
         both = (2, row["order"].size)
         experts = {
             name: jnp.broadcast_to(row[of], both) for name, of in (("value", "ranked"), ("expert", "order"))
@@ -103,10 +103,12 @@ def keys(
         facts |= {"k": jnp.int32(k), "n_resident": jnp.int32(0)}
         choice = _choice(step, experts, facts, {name: v for name, v in knobs.items() if name})
         key = jnp.where(jnp.isnan(choice.value), -jnp.inf, choice.value)
-        return key, jnp.broadcast_to(jnp.asarray(choice.active, bool), ())
+        wrong = is_wrong(jnp, choice.value, experts["value"])
+        expert = jnp.where(wrong, experts["expert"], NO_EXPERT).min().astype(jnp.int32)
+        return key, jnp.broadcast_to(jnp.asarray(choice.active, bool), ()), expert
 
     of_settings = jax.vmap(chosen, in_axes=(None, 0))
     function = jax.vmap(of_settings, in_axes=(0, None))
     call = compiled(("routed keys", _code(step.policy), k, given["order"].shape, size), function)
-    key, active = (np.asarray(x)[:n] for x in call(given, known))
-    return key, active & (np.arange(size) < n_settings)
+    key, active, wrong = (np.asarray(x)[:n] for x in call(given, known))
+    return key, active & (np.arange(size) < n_settings), wrong

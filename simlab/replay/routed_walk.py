@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from simlab.policy_check import wrong_value
 from simlab.replay.batches import sorted_scores, stretches, walked
 from simlab.replay.columns import ColumnNeeds, TraceColumns
 from simlab.replay.lanes import padded_lanes
@@ -27,6 +28,7 @@ from simlab.replay.shape import COUNTERS, SUMS, ProgramShape, Tree, first_counts
 from simlab.replay.side_by_side import side_by_side
 from simlab.replay.tally import lane_independent
 from simlab.replay.units import budget_bytes
+from simlab.routing import NO_EXPERT
 from simlab.types import DECODE, PREFILL, ResolvedBudget
 
 _MOST_ROWS = 512
@@ -129,10 +131,14 @@ class RoutedWalk:
         assert step is not None
         rows = self._columns.chunk(piece.start, piece.stop, piece.stop - piece.start, self._needs)
         rows["order"], rows["ranked"] = sorted_scores(rows["value"])
-        key, active = keys(step, k, rows, knobs, size)
+        key, active, wrong = keys(step, k, rows, knobs, size)
         expert = rows["order"].astype(np.uint16)
         router_rank, mass, regret = by_rank(expert, rows["router"], rows["mass"], rows["regret"])
         active &= (rows["router"][:, :1] >= 0) & (k < program.n_expert)
+        wrong = np.where(active, wrong, NO_EXPERT).min(axis=1)
+        if (wrong < NO_EXPERT).any():
+            row = int(np.argmax(wrong < NO_EXPERT))
+            raise wrong_value(step.policy, f"expert {wrong[row]}", self._columns.place(piece.start + row))
         reach, before, is_plain = compare_keys(key, active, expert, k)
         return Rows(
             layer=rows["layer"],

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from simlab.replay.shape import ProgramShape, Tree
-from simlab.routing import Rerouted, drop, drop_armed, rerank, swap
+from simlab.replay.shape import NO_ROW, ProgramShape, Tree, fault
+from simlab.routing import NO_EXPERT, Rerouted, drop, drop_armed, rerank, swap
 from simlab.scores import applied_weights
 from simlab.types import Array, Candidates, LearnedValues, Row, Stage, Step
 
@@ -38,6 +38,8 @@ class Routed(NamedTuple):
     """int32 `[W]`."""
     substituted: Array
     """int32 `[W]`."""
+    wrong: Array = NO_EXPERT
+    """As `Rerouted` has it."""
 
 
 def route(shape: ProgramShape, lanes: Tree, row: Tree, resident: Array, state: Tree) -> tuple[Routed, Tree]:
@@ -122,7 +124,12 @@ def drop_slots(
         facts = facts_of(step, row, lanes["k"], n_resident)
         dropped, walk, _, state["drop"] = drop(jnp, step, knobs, slots, facts, armed, state["drop"])
     counts = found.reranked, found.substituted
-    return Routed(router, experts, walk, dropped, weights, resident, *counts), state
+    return Routed(router, experts, walk, dropped, weights, resident, *counts, found.wrong), state
+
+
+def fault_of(row: Tree, routed: Routed) -> Array:
+    """The fault of a routed row's values, `NO_ROW` where there is none."""
+    return jnp.where(routed.wrong < NO_EXPERT, fault(False, row["row"], row["layer"], routed.wrong), NO_ROW)
 
 
 def executed(row: Tree, resident: Array) -> Routed:

@@ -23,7 +23,7 @@ from simlab.cells import MIB, check_cache, check_eviction, effective_k, resolve_
 from simlab.errors import InputError
 from simlab.learning import learn
 from simlab.policy import find_eviction
-from simlab.policy_check import check_policy
+from simlab.policy_check import check_policy, wrong_value
 from simlab.replay.columns import ColumnNeeds, TraceColumns, WeightSource, unknown_numbers
 from simlab.replay.devices import offer_cores
 from simlab.replay.early_reads import look_ahead
@@ -38,7 +38,7 @@ from simlab.replay.future import (
 from simlab.replay.kernel import first_carry, program
 from simlab.replay.lanes import lanes_of, padded_lanes
 from simlab.replay.recency_walk import RecencyWalk
-from simlab.replay.shape import COUNTERS, NO_ROW, SUMS, ProgramShape, Tree, code_key
+from simlab.replay.shape import COUNTERS, NO_ROW, SUMS, ProgramShape, Tree, code_key, told_fault
 from simlab.replay.side_by_side import side_by_side
 from simlab.replay.speculation import told
 from simlab.replay.tally import phase_numbers
@@ -178,7 +178,8 @@ class Replayer:
             n_rows: left out, some 1,000, and more where the cells are few.
 
         Raises:
-            InputError: a drop policy met a weight that is NaN.
+            InputError: a drop policy met a weight that is NaN; at the trace's end at the latest: a policy made a value
+                that is none (`simlab.routing.is_wrong`).
         """
         columns = self.columns
         n_rows = n_rows or CHUNK_ROWS * min(max(_CELL_CHUNKS // max(len(self.cells), 1), 2), 8)
@@ -193,6 +194,9 @@ class Replayer:
             rows = self.columns.chunk(start, end, CHUNK_ROWS, self._needs)
             side_by_side(partial(self._scan, rows=rows, start=start, end=end), plain)
         self.row = stop
+        if stop == columns.n_rows:
+            for group in self.groups:
+                self._check_values(group)
         return True
 
     def _walk(self, group: Group, stop: int) -> None:
@@ -494,6 +498,17 @@ class Replayer:
                 f"{self.trace.path}/routing: a weight is NaN at {self.columns.place(row)}; "
                 f"{step.policy.name} cannot tell which slots are light"
             )
+
+    def _check_values(self, group: Group) -> None:
+        """Refuse what a scan's policies made; loops look where they make it."""
+        code = int(np.asarray(group.carry.get("fault", NO_ROW)).min())
+        if code == NO_ROW:
+            return
+        is_key, row, layer, expert = told_fault(code)
+        reroute = group.shape.step("rerank") or group.shape.step("swap")
+        policy = group.shape.eviction if is_key or reroute is None else reroute.policy
+        name = f"expert {expert} of MoE layer {layer}" if is_key else f"expert {expert}"
+        raise wrong_value(policy, name, self.columns.place(row))
 
 
 def _wanted(column: str, shape: ProgramShape) -> bool:

@@ -24,7 +24,7 @@ COUNTERS = (
 )  # fmt: skip
 SUMS = ("mass_displaced", "score_regret", "agreement")
 NO_ROW = np.iinfo(np.int64).max
-"""In `nan_row`: no row so far."""
+"""In `nan_row` and `fault`: none so far."""
 
 
 def at_layer(x: Array, layer: Array) -> Array:
@@ -44,7 +44,19 @@ def first_counts(n_lanes: int) -> Tree:
         "sums": np.zeros((2, len(SUMS), n_lanes), np.float64),
         # First row in which an existing slot's weight is NaN.
         "nan_row": np.full(n_lanes, NO_ROW, np.int64),
+        # First value of a policy that is none, as `fault` has it.
+        "fault": np.full(n_lanes, NO_ROW, np.int64),
     }
+
+
+def fault(is_key: bool, row: Array, layer: Array, expert: Array) -> Array:
+    """int64, in the order of rows: where a policy's value is none (`simlab.routing.is_wrong`)."""
+    return (jnp.int64(row) << 32) | (is_key << 31) | (jnp.int64(layer) << 16) | expert
+
+
+def told_fault(code: int) -> tuple[bool, int, int, int]:
+    """What `fault` was made of."""
+    return bool(code >> 31 & 1), code >> 32, code >> 16 & 0x7FFF, code & 0xFFFF
 
 
 def in_phase(row: Tree) -> Array:

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from simlab.errors import InputError
+from simlab.policy_check import wrong_value
 from simlab.replay.accesses import Accesses, find_accesses
 from simlab.replay.columns import ColumnNeeds, TraceColumns, WeightSource
 from simlab.replay.shape import COUNTERS, ProgramShape, Tree, first_counts
@@ -137,6 +139,13 @@ class SharedWalk(ABC):
         at = int(np.argmax(over)) if over.any() else len(starts)
         return int(starts[max(at, 1)]) if max(at, 1) < len(starts) else stop
 
+    def _refuse(self, entry: int, batch: int) -> InputError:
+        """What is raised where the key of an entry is none, for a batch of the piece under way."""
+        layer, expert = divmod(entry, self._program.n_expert)
+        row = int(np.searchsorted(self._columns.batch, self._first_batch + batch))
+        name = f"expert {expert} of MoE layer {layer}"
+        return wrong_value(self._program.eviction, name, self._columns.place(row))
+
     def _n_steps(self, n_uses: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Steps in which batches look up what they use, and how many they take in all."""
         parts = np.maximum(-(-n_uses // self._program.n_slots), 1)
@@ -145,6 +154,7 @@ class SharedWalk(ABC):
 
     def _walk(self, carry: Tree, lanes: Tree, start: int, stop: int) -> Tree:
         """The carry after rows that fit one call."""
+        self._first_batch = int(self._columns.batch[start])
         rows = self._columns.chunk(start, stop, stop - start, self._needs())
         uses, known = self._uses(carry, rows, start)
         shared = {"counters": self._shared_counts(rows, uses), "sums": np.asarray(carry["sums"])}

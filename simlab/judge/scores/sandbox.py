@@ -63,7 +63,8 @@ class Grade(NamedTuple):
 
 def sandboxed(script: Path | None, *arguments: str) -> list[str]:
     """The command that runs a Python script of the standard library under bubblewrap; None: an empty one."""
-    python = os.path.realpath(sys.executable)
+    # Not a virtual environment's, which may be a copy outside of what is shown.
+    python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     command = [shutil.which("bwrap") or "bwrap", *_ALONE, "--ro-bind", "/usr", "/usr"]
     for name in ("/bin", "/lib", "/lib32", "/lib64"):
         if os.path.islink(name):
