@@ -23,7 +23,7 @@ def foresee(xp, state, access, knobs):
 
 @eviction(touch=foresee, state={"next": NEVER}, needs={"future"}, source="Belady 1966; policies.md")
 def belady(xp, state, last_position, batch, knobs):
-    """The optimum with forced admission: evict what is used again last. Key: minus the next use's position."""
+    """Evict what is used again last: the optimum with forced admission, of entries of one size. Key: minus next use."""
     return -state["next"]
 
 
@@ -31,7 +31,7 @@ def belady(xp, state, last_position, batch, knobs):
     touch=foresee, state={"next": NEVER}, needs={"future"}, bypass=True, source="Belady 1966; policies.md"
 )
 def belady_bypass(xp, state, last_position, batch, knobs):
-    """The optimum where the batch's own entries may leave too. Key: minus the next use's position."""
+    """`belady` where the batch's own entries may leave too: the optimum then, of entries of one size. Key: as there."""
     return -state["next"]
 
 

@@ -444,6 +444,6 @@ def test_doctor(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_direct_reads_say_why_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert about.direct_reads(tmp_path).startswith(("direct", "buffered only"))
     assert "no file can be written" in about.direct_reads(tmp_path / "none")
-    monkeypatch.setattr(about.os, "preadv", lambda *_: 0)
-    assert about.direct_reads(tmp_path) != "direct"
+    monkeypatch.setattr("simlab.record.reads.not_direct", lambda _: "is refused here (x)")
+    assert about.direct_reads(tmp_path) == "buffered only: O_DIRECT is refused here (x)"
     assert list(tmp_path.iterdir()) == []

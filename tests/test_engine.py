@@ -7,6 +7,8 @@ import errno
 import mmap
 import os
 import shutil
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from simlab.record.engine import EMBEDDED_MODEL, Engine
 from simlab.record.gguf import read_gguf
 from simlab.record.llama import log_probability
 from simlab.record.plan import text_graphs
-from simlab.record.reads import ReadLanes, Slice, page_window
+from simlab.record.reads import PAGE, ReadLanes, Slice, page_window
 from simlab.record.recorder import Recorder
 from simlab.replay.run import replay
 from simlab.trace.store import TraceWriter, open_trace
@@ -270,6 +272,49 @@ def test_direct_reads_that_are_refused_fall_back_aloud(flash):
         lanes = ReadLanes([flash], lanes=1, preadv=refuse)
     assert not lanes.direct
     lanes.close()
+
+
+def test_direct_reads_that_return_other_bytes_fall_back_aloud(flash):
+    with pytest.warns(SimlabWarning, match="O_DIRECT returned other bytes"):
+        lanes = ReadLanes([flash], lanes=1, preadv=lambda *_: 0)
+    assert not lanes.direct
+    lanes.close()
+
+
+@pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="no tmpfs at /dev/shm")
+def test_reads_of_a_file_in_memory_are_not_direct():
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        path = Path(folder) / "experts.bin"
+        path.write_bytes(bytes(PAGE))
+        (path.parent / "link").symlink_to(path)
+        for name in (path, path.parent / "link"):
+            with pytest.warns(
+                SimlabWarning, match="O_DIRECT reads memory here, where the file system is tmpfs"
+            ):
+                lanes = ReadLanes([name], lanes=1)
+            assert not lanes.direct
+            lanes.close()
+
+
+def test_a_window_ends_with_the_file(flash):
+    region, address = _memory()
+    # 50,000 bytes end 848 into the 13th page; the slice begins in the 12th.
+    last = Slice(0, 0, "gate", flash, 46_000, 4_000, address + 46_000, 0)
+    lanes = ReadLanes([flash], lanes=1)
+    assert lanes.direct
+    (read,) = lanes.read([last])
+    lanes.close()
+    assert (read.offset, read.window_bytes) == (45_056, 50_000 - 45_056)
+    assert region[46_000:50_000] == flash.read_bytes()[46_000:]
+
+
+def test_a_header_counts_no_bytes_past_the_end_of_the_file(engine):
+    gate, up, down = engine.experts.slices[7, 63]
+    end = EMBEDDED_MODEL.stat().st_size
+    assert down.offset + down.size == end
+    assert end % PAGE
+    whole_pages = sum(last - first for first, last in (page_window(s.offset, s.size) for s in (gate, up)))
+    assert engine.experts.window_bytes(7, direct=True)[63] == whole_pages + end - down.offset // PAGE * PAGE
 
 
 def test_page_windows():

@@ -344,7 +344,7 @@ def test_the_optimum_of_a_lossy_routing_is_that_of_the_routing_lru_ran(tmp_path)
     )
     assert lru.numbers.note is None
     for found in (best, bypass):
-        assert found.numbers.note == "the optimum on the routing that lru ran"
+        assert found.numbers.note == "knows the future of the routing that lru ran"
         for name in ("router_expert", "expert", "dropped", "weight"):
             assert found.slots[name].equals(lru.slots[name]), name
         for name in ("lookups", "substituted", "dropped", "mass_displaced", "agreement"):

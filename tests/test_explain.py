@@ -233,9 +233,9 @@ def explained(trace: Synthetic, folder: Path, cell: Cell) -> Explanation:
     return found
 
 
-def loop(n_layer: int, k: int, n_tokens: int, n_groups: int) -> Synthetic:
+def loop(n_layer: int, k: int, n_tokens: int, n_groups: int, sizes: tuple[int, ...] = (10,)) -> Synthetic:
     """Tokens go round `n_groups` disjoint sets of k experts, the same in every layer; 10 bytes an entry."""
-    header = make_header(n_layer=n_layer, n_expert=k * n_groups, k=k, sizes=(10,))
+    header = make_header(n_layer=n_layer, n_expert=k * n_groups, k=k, sizes=sizes)
     header = dataclasses.replace(header, gating=None, score_space=None, weight_rule=None)
     groups = [[k * g + slot for slot in range(k)] for g in range(n_groups)]
     return from_batches(header, [groups[t % n_groups] for t in range(n_tokens)])
@@ -255,6 +255,18 @@ def test_verdict_working_set(tmp_path: Path) -> None:
     found = explained(loop(2, 2, 240, 24), tmp_path / "t", cell_of("2cycles"))
     assert found.verdict.kind == "working set"
     assert found.decode.counts["budget"] > found.decode.counts["policy"]
+    assert found.verdict.sentence.endswith("no eviction could win more.")
+    assert "so no eviction has fewer misses" in explain_text(found)
+
+
+def test_belady_is_called_the_optimum_of_entries_of_one_size_only(tmp_path: Path) -> None:
+    """Layers of 10 and 11 bytes an entry: a cache per layer holds one size, one for all layers holds two."""
+    uneven = loop(2, 2, 240, 24, sizes=(10, 11))
+    found = explained(uneven, tmp_path / "t", cell_of("2cycles"))
+    assert found.verdict.sentence.endswith("what eviction could win at most is not known.")
+    assert "so another eviction may have fewer misses" in explain_text(found)
+    found = explained(uneven, tmp_path / "u", cell_of("2cycles", scope="per_layer"))
+    assert found.verdict.sentence.endswith("no eviction could win more.")
 
 
 def test_verdict_cold(tmp_path: Path) -> None:

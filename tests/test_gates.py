@@ -21,6 +21,7 @@ from simlab.record import cache, hook, lookahead, views
 from simlab.record.engine import EMBEDDED_MODEL
 from simlab.record.experts import ExpertMemory
 from simlab.record.ggml import Tensor
+from simlab.record.gguf import read_gguf
 from simlab.record.reads import ReadLanes
 from simlab.scores import RowStatistics
 
@@ -100,6 +101,42 @@ def test_without_what_look_ahead_needs_its_gates_say_so(
         assert {gate for gate in ("G5a", "G5b") if results[gate].passed is None} == idle
     assert one_layer["G5a"].note == "not applicable: one layer has experts, there is none to look ahead to"
     assert no_gate["G5b"].note.endswith("the gate of layer 0 is not float32 in this model")
+
+
+@pytest.mark.slow
+def test_where_nothing_can_be_evicted_its_gates_say_so(tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="the gguf package writes the models: pip install 'simlab[dev]'")
+    from tiny_models import make_model
+
+    # 1.2 cycles hold all experts where every token routes all, and nearly where it routes 7 of 8.
+    for sizes, idle in (
+        ({"n_expert": 2, "k": 2}, {"G2", "G7", "G8d", "G8e"}),
+        ({"n_expert": 8, "k": 7}, {"G2", "G7"}),
+        ({"n_expert": 2, "k": 2, "n_layer": 1}, {"G2", "G7", "S2", "S3", "G5a", "G5b", "G8d", "G8e"}),
+    ):
+        results = {r.gate: r for r in run_gates(make_model(tmp_path, "split", **sizes), n_threads=1)}
+        assert failed(list(results.values())) == set()
+        assert {gate for gate, r in results.items() if r.passed is None} == idle
+        assert results["G2"].note == "not applicable: a cache of 1.2cycles holds every expert that was routed"
+        assert results["G2"].counts["differing"] == 0
+
+
+def test_a_tie_is_no_fault_of_an_inert_margin(tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="the gguf package writes the models: pip install 'simlab[dev]'")
+    from tiny_models import make_model
+
+    path = make_model(tmp_path, "split", n_expert=16, k=3)
+    data = bytearray(path.read_bytes())
+    for place in (p for name, p in read_gguf(path).tensors.items() if name.endswith("ffn_gate_inp.weight")):
+        router = np.frombuffer(data, np.float32, 64 * 16, place.offset).reshape(16, 64)
+        # Experts come in pairs whose scores differ in their last places only: the third best has a near twin.
+        router[1::2] = np.nextafter(router[::2], np.float32(2))
+    path.write_bytes(data)
+    result = {r.gate: r for r in run_gates(path, n_threads=1)}["G8d"]
+    assert result.passed, result.note
+    assert result.counts["tied"] > 0
+    assert result.counts["substituted"] == 0
+    assert result.note == f"{result.counts['tied']} slots tied; logits compared before the first"
 
 
 # -- sabotage ---------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import argparse
 import importlib.metadata
 import importlib.util
 import inspect
-import mmap
 import os
 import platform
 import tempfile
@@ -21,8 +20,6 @@ from simlab.types import EvictionPolicy, RoutingPolicy
 
 _PACKAGES = ("simlab", "numpy", "polars", "jax", "jaxlib", "llama-cpp-python")
 _ENGINE_MODULE = "llama_cpp"
-_BLOCK = 4096
-"""Alignment that direct reads want, in bytes."""
 _MIB = 1 << 20
 
 
@@ -178,26 +175,15 @@ def direct_reads(folder: Path) -> str:
     """
     if not hasattr(os, "O_DIRECT"):
         return "buffered only: this system has no O_DIRECT"
+    from simlab.record.reads import PAGE, not_direct
+
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".simlab-doctor-") as file:
-            block = os.urandom(_BLOCK)
-            file.write(block)
+            file.write(os.urandom(PAGE))
             file.flush()
             os.fsync(file.fileno())
-            try:
-                descriptor = os.open(file.name, os.O_RDONLY | os.O_DIRECT)
-            except OSError as error:
-                return f"buffered only: O_DIRECT is refused ({error.strerror})"
-            # An anonymous map starts on a page, as direct reads want.
-            with mmap.mmap(-1, _BLOCK) as buffer:
-                try:
-                    os.preadv(descriptor, [buffer], 0)
-                    same = buffer[:] == block
-                except OSError as error:
-                    return f"buffered only: a direct read failed ({error.strerror})"
-                finally:
-                    os.close(descriptor)
-            return "direct" if same else "buffered only: a direct read gave other bytes than were written"
+            reason = not_direct(Path(file.name))
+            return f"buffered only: O_DIRECT {reason}" if reason else "direct"
     except OSError as error:
         return f"unknown: no file can be written there ({error.strerror})"
 

@@ -25,6 +25,7 @@ from simlab.record.hook import RoutingEvent
 from simlab.record.llama import Llama
 from simlab.record.plan import SKIP, PlannedGraph, chunks
 from simlab.record.reads import FinishedRead
+from simlab.scores import ranking_values
 from simlab.types import DECODE, Budget
 
 CLAIMS = {
@@ -51,15 +52,17 @@ _AHEAD = {"G5a": "previous_token:K=1", "G5b": "next_gate:K={k}"}
 """Look-ahead of the gates about reading early."""
 COUNTERS = ("lookups", "hits", "reranked", "substituted", "dropped", "evictions")
 N_TOKENS = 24  # of context, what the gates need
+_INERT = 1e-6
+"""A margin and a threshold that are armed and change nothing, where no two scores tie."""
 _SMALL, _ROOMY, _THRASHING, _WHOLE = "1.2cycles", "2cycles", "0.5cycles", "100%"
 
 Evaluate = Callable[[PlannedGraph, Sequence[int]], np.ndarray | None]
 _BETWEEN = {"S1": parse_budget(_WHOLE), "S2": parse_budget(_THRASHING), "S3": Budget("bytes", 1, "1 byte")}
 _LOSSY: dict[str, tuple[str, str, Sequence[str], Sequence[str]]] = {
-    "G8a": (_SMALL, "drop_cold:F=1e-6", ["differing", "dropped"], ["lookups", "misses"]),
+    "G8a": (_SMALL, f"drop_cold:F={_INERT}", ["differing", "dropped"], ["lookups", "misses"]),
     "G8b": (_THRASHING, "drop_cold:F=1,prefill=1", ["not finite", "spared"], ["dropped"]),
     "G8c": (_SMALL, "drop_cold:F=1", ["differing", "dropped"], ["lookups", "misses"]),
-    "G8d": (_SMALL, "substitute:L=1e-6", ["differing", "substituted"], ["reranked"]),
+    "G8d": (_SMALL, f"substitute:L={_INERT}", ["differing", "substituted"], ["reranked"]),
     "G8e": (_ROOMY, "substitute:L=1", ["not finite"], ["substituted"]),
 }
 """Budget and route of the gates about knobs, the counters that must be 0 and those that must be above it."""
@@ -71,7 +74,8 @@ class GateResult:
 
     `passed` is None where the gate cannot be run on the model; `note` then says why, and else what was not met.
     `counts`: the `COUNTERS` of the gate's session, `logits` compared and how many were `differing`; `misread` rows
-    have other ids than the best scored; `droppable` slots are those an armed F = 1 drops, `spared` ones stayed.
+    have other ids than the best scored; `droppable` slots are those an armed F = 1 drops, `spared` ones stayed;
+    `tied` slots are substituted by a margin as small as the scores' own rounding, and are no `substituted` ones.
     """
 
     gate: str
@@ -198,10 +202,14 @@ def _decode(
 class _Session:
     """A session of an engine under one cell, and its counters."""
 
-    def __init__(self, engine: Engine, budget: str, route: str = "original") -> None:
+    def __init__(self, engine: Engine, budget: str, route: str = "original", margin: float = 0.0) -> None:
         top_ks = [str(engine.top_k)] if engine.top_k else []
         engine.start(build_cells(budgets=[budget], routes=[route], top_ks=top_ks)[0])
         self._engine = engine
+        self._margin = margin
+        self._n_logits = 0
+        self.n_untied: int | None = None
+        """Rows of logits before the first tie that `margin` broke."""
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._listener: Any = SimpleNamespace(
             on_batch=self._examine, on_reads=self._count_reads, end_graph=lambda *_, **__: None
@@ -211,6 +219,7 @@ class _Session:
         result = self._engine.run_graph(plan, tokens, None, self._listener)
         self.counts.update({name: getattr(result.tally, name) for name in COUNTERS})
         self.counts["misses"] = self.counts["lookups"] - self.counts["hits"]
+        self._n_logits += result.logits is not None
         return result.logits
 
     def _count_reads(self, reads: Sequence[FinishedRead], speculative: bool) -> None:
@@ -226,6 +235,24 @@ class _Session:
         light[np.arange(len(weights)), weights.argmax(axis=1)] = False
         self.counts["misread"] += int(np.count_nonzero((picked != best).any(axis=1)))
         self.counts["droppable"] += int(np.count_nonzero(light))
+        if self._margin and (tied := self._tied(event)):
+            self.counts["tied"] += tied
+            self.counts["substituted"] -= tied
+            self.n_untied = self._n_logits if self.n_untied is None else self.n_untied
+
+    def _tied(self, event: RoutingEvent) -> int:
+        """Slots whose new expert scores as much less than the router's last as the margin adds, or an ulp more."""
+        values = ranking_values(event.scores, self._engine.routing.score_space).astype(np.float64)
+        finite = np.isfinite(values)
+        top = np.where(finite, values, -np.inf).max(axis=1)
+        bottom = np.where(finite, values, np.inf).min(axis=1)
+        ulp = np.spacing(np.where(finite, np.abs(values), 0).max(axis=1).astype(np.float32))
+        added = self._margin * (top - bottom) + ulp
+        last = np.take_along_axis(values, event.router_experts, axis=1).min(axis=1)
+        new = (event.experts[:, :, None] != event.router_experts[:, None, :]).all(axis=2)
+        with np.errstate(invalid="ignore"):  # two experts at -inf
+            behind = last[:, None] - np.take_along_axis(values, event.experts, axis=1)
+        return int(np.count_nonzero(new & (behind <= added[:, None])))
 
     def decode(self, text: _Text) -> np.ndarray:
         """Logits of a text from an empty context."""
@@ -237,11 +264,23 @@ class _Session:
         differing = np.count_nonzero(logits.view(np.uint32) != expected.view(np.uint32))
         self.counts.update({"logits": logits.size, name: int(differing)})
 
-    def judge(self, gate: str, none: Sequence[str], some: Sequence[str]) -> GateResult:
-        """Passed where no row was misread, the counters of `none` are 0 and those of `some` above it."""
+    def judge(self, gate: str, none: Sequence[str], some: Sequence[str], unmet: str = "") -> GateResult:
+        """Passed where no row was misread, the counters of `none` are 0 and those of `some` above it.
+
+        Args:
+            unmet: why a counter of `some` cannot rise on this model; one that is 0 is then no fault.
+        """
         broken = [f"{name} {self.counts[name]}, not 0" for name in ("misread", *none) if self.counts[name]]
-        broken += [f"{name} 0, not above" for name in some if not self.counts[name]]
-        return GateResult(gate, CLAIMS[gate], not broken, dict(self.counts), "; ".join(broken))
+        idle = [f"{name} 0, not above" for name in some if not self.counts[name]]
+        if idle and not broken and unmet:
+            return GateResult(gate, CLAIMS[gate], None, dict(self.counts), f"not applicable: {unmet}")
+        ties = (
+            f"{self.counts['tied']} slots tied; logits compared before the first"
+            if self.counts["tied"]
+            else ""
+        )
+        note = "; ".join(filter(None, (*broken, *idle, ties)))
+        return GateResult(gate, CLAIMS[gate], not broken + idle, dict(self.counts), note)
 
 
 class _Bench:
@@ -265,9 +304,12 @@ class _Bench:
         off.compare(reference, self._forced.plain)
         small, logits = self._original
         small.compare(logits, reference)
+        cache = self._engine.cache
+        fits = cache.used_bytes <= cache.budget.total_bytes
+        unmet = f"a cache of {_SMALL} holds every expert that was routed" if fits else ""
         return [
             off.judge(off_gate, none=["differing", "hits"], some=["lookups"]),
-            small.judge(small_gate, none=["differing"], some=["hits", "evictions"]),
+            small.judge(small_gate, none=["differing"], some=["hits", "evictions"], unmet=unmet),
         ]
 
     def ahead(self, gate: str) -> GateResult:
@@ -297,16 +339,19 @@ class _Bench:
         session.counts["hits in the last"] += session.counts["hits"]
         session.compare(np.concatenate(found), np.concatenate([t.plain for t in (first, second, first)]))
         moved = ["evictions"] if other != whole else []
-        return session.judge(gate, none=["differing"], some=["hits in the last", *moved])
+        one_batch = len(self._engine.header().moe_layers) == 1 and self._engine.gguf.n_expert == self._k
+        unmet = "every batch routes every expert there is, none can leave" if one_batch else ""
+        return session.judge(gate, none=["differing"], some=["hits in the last", *moved], unmet=unmet)
 
     def lossy(self, gate: str) -> GateResult:
         """G8a to G8e: an inert knob beside the router's own routing, or one at its end that still generates."""
         if reason := self._obstacle(gate):
             return GateResult(gate, CLAIMS[gate], None, {}, f"not applicable: {reason}")
         budget, route, none, some = _LOSSY[gate]
-        session = _Session(self._engine, budget, route)
+        session = _Session(self._engine, budget, route, margin=_INERT if gate == "G8d" else 0.0)
         if "differing" in none:
-            session.compare(session.decode(self._forced), self._original[1])
+            logits = session.decode(self._forced)[: session.n_untied]
+            session.compare(logits, self._original[1][: session.n_untied])
             return session.judge(gate, none, some)
         c = session.counts
         c["not finite"] = int(np.count_nonzero(~np.isfinite(session.decode(self._first))))

@@ -110,6 +110,11 @@ class LiveCache:
             raise ValueError("a cache cannot be switched on or off within a session")
         self.budget = budget
 
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the entries that are resident."""
+        return self._used_bytes
+
     def residency(self, layer: int) -> np.ndarray:
         """bool `[n_expert]` of one layer index, a view: what a batch decides on until it runs."""
         return self._by_layer[layer]

@@ -95,13 +95,15 @@ class ExpertMemory:
             region.madvise(mmap.MADV_DONTNEED, start, length)
 
     def window_bytes(self, layer: int, direct: bool) -> tuple[int, ...]:
-        """Per expert of a layer, the bytes its reads ask the device for."""
-        found = []
-        for (at, _expert), parts in sorted(self.slices.items()):
-            if at == layer:
-                windows = [page_window(s.offset, s.size) if direct else (0, s.size) for s in parts]
-                found.append(sum(last - first for first, last in windows))
-        return tuple(found)
+        """Per expert of a layer, the bytes its reads ask the device for: nothing past the end of a file."""
+        chosen = [parts for (at, _expert), parts in sorted(self.slices.items()) if at == layer]
+        ends = {path: path.stat().st_size for path in {s.path for parts in chosen for s in parts}}
+
+        def window(s: Slice) -> int:
+            first, last = page_window(s.offset, s.size)
+            return min(last, ends[s.path]) - first if direct else s.size
+
+        return tuple(sum(map(window, parts)) for parts in chosen)
 
     def page_bytes(self, layer: int, expert: int) -> int:
         """Resident bytes of an entry, rounded out to its pages."""

@@ -46,13 +46,41 @@ class FinishedRead(NamedTuple):
     lane: int
     offset: int
     window_bytes: int
+    """Asked of the device: whole pages, as far as the file goes."""
     start_ns: int
     latency_ns: int
 
 
 def page_window(offset: int, size: int) -> tuple[int, int]:
-    """First and past-the-last byte of the pages that hold `[offset, offset + size)`."""
+    """First and past-the-last byte of the pages that hold `[offset, offset + size)`; a file may end before."""
     return offset & ~(PAGE - 1), -(-(offset + size) // PAGE) * PAGE
+
+
+def not_direct(path: Path, preadv: Preadv = os.preadv) -> str:
+    """Why O_DIRECT does not read a file from its device; empty where it does."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        try:
+            if (kind := _file_system(descriptor)) in ("tmpfs", "ramfs"):
+                return f"reads memory here, where the file system is {kind}"
+            # An anonymous map starts on a page, as direct reads want.
+            with mmap.mmap(-1, PAGE) as buffer, path.open("rb") as file:
+                n = preadv(descriptor, [buffer], 0)
+                return "" if buffer[:n] == file.read(PAGE) else "returned other bytes than a buffered read"
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        return f"is refused here ({error.strerror})"
+
+
+def _file_system(descriptor: int) -> str:
+    """Type of the file system that an open file lies in, by its mount in /proc; empty where /proc does not say."""
+    of_file = Path(f"/proc/self/fdinfo/{descriptor}").read_text().splitlines()
+    mount = next((line.split()[1] for line in of_file if line.startswith("mnt_id:")), None)
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        if line.split()[0] == mount:
+            return line.partition(" - ")[2].split()[0]
+    return ""
 
 
 class PendingReads(NamedTuple):
@@ -70,7 +98,7 @@ class ReadLanes:
     `first_lane` numbers the lanes of a second reader after those of the first.
 
     `direct` is what is in force: O_DIRECT is checked at open against a buffered read, and given up, with a
-    warning, where the file system refuses it or returns other bytes.
+    warning, where the file system refuses it, lies in memory or returns other bytes.
     """
 
     def __init__(
@@ -106,31 +134,14 @@ class ReadLanes:
 
     def _direct_works(self, files: Sequence[Path]) -> bool:
         for path in files:
-            buffer = mmap.mmap(-1, PAGE)
-            try:
-                descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-                try:
-                    n = self._preadv(descriptor, [buffer], 0)
-                finally:
-                    os.close(descriptor)
-                with path.open("rb") as file:
-                    good = buffer[:n] == file.read(PAGE)
-                reason = "returned other bytes than a buffered read"
-            except OSError as error:
-                good, reason = False, f"is refused here ({error.strerror})"
-            if not good:
+            if reason := not_direct(path, self._preadv):
                 warnings.warn(
-                    f"{path}: O_DIRECT {reason}; reading buffered, so read times are the page cache's, not the flash's",
+                    f"{path}: O_DIRECT {reason}; reading buffered, so read times are not the flash's",
                     SimlabWarning,
                     stacklevel=4,
                 )
                 return False
         return True
-
-    def window_bytes(self, offset: int, size: int) -> int:
-        """Bytes one read of this slice asks the device for."""
-        first, last = page_window(offset, size) if self.direct else (offset, offset + size)
-        return last - first
 
     def read(self, slices: Sequence[Slice]) -> list[FinishedRead]:
         """Read slices into place, spread over the lanes; returns when all are there.
@@ -206,7 +217,7 @@ class ReadLanes:
                     f"(errno {error.errno}); the decode was stopped"
                 ) from error
             done = at + n
-        return FinishedRead(s, lane, first, last - first, start, time.perf_counter_ns() - start)
+        return FinishedRead(s, lane, first, wanted, start, time.perf_counter_ns() - start)
 
     def close(self) -> None:
         """Stop the lanes and close the files."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from simlab.replay.columns import ColumnNeeds, TraceColumns
 from simlab.types import NEVER, Route
 
-NOTE = "the optimum on the routing that lru ran"
+NOTE = "knows the future of the routing that lru ran"
 
 
 def follows_router(route: Route) -> bool:

@@ -127,6 +127,11 @@ class Explanation:
         return self.trace.header
 
     @property
+    def belady_is_best(self) -> bool:
+        """Whether no eviction can have fewer misses than Belady."""
+        return _one_size(self.header, self.budget)
+
+    @property
     def cycle_bytes(self) -> int:
         return self.header.cycle_bytes(self.top_k)
 
@@ -387,6 +392,11 @@ def _timing(trace: Trace, budget: ResolvedBudget) -> Timing | None:
 # The verdict
 
 
+def _one_size(header: TraceHeader, budget: ResolvedBudget) -> bool:
+    """Whether the entries of a cache are of one size, which a layer's are."""
+    return budget.per_layer or len(set(header.entry_bytes.values())) == 1
+
+
 def judge(
     cell: Cell,
     budget: ResolvedBudget,
@@ -467,7 +477,12 @@ def judge(
         "working set",
         f"Working set: {part(rest)} are of entries used before that even Belady cannot keep at this budget; "
         "against those only a larger budget helps, or routing that prefers what is resident. "
-        f"Eviction could win {'nothing' if gain <= 0 else f'at most {part(gain)}'}.",
+        f"Belady would win {'nothing' if gain <= 0 else part(gain)}; "
+        + (
+            "no eviction could win more."
+            if _one_size(router.columns.trace.header, budget)
+            else "as entries are of several sizes, what eviction could win at most is not known."
+        ),
         tuple(evidence),
     )
 

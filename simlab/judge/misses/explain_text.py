@@ -139,8 +139,12 @@ def _misses(e: Explanation) -> Section:
         row("MiB read per token under Belady", lambda p: _rate(p.optimum_mib_per_token)),
     )
     lines = (
-        "Belady evicts what is used again last, at the same budget, on the routing that ran: no eviction has "
-        "fewer misses where entries are of one size.",
+        "Belady evicts what is used again last, at the same budget, on the routing that ran; "
+        + (
+            "entries are of one size, so no eviction has fewer misses."
+            if e.belady_is_best
+            else "entries are of several sizes, so another eviction may have fewer misses."
+        ),
         *(
             ["The recording read ahead: the cell's hits count what came in early, Belady's do not."]
             if e.look_ahead

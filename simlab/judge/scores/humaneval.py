@@ -35,8 +35,6 @@ from simlab.types import Cell, CellNumbers, Provenance
 
 N_NEW_TOKENS = 256
 STOPS = (b"\nclass ", b"\ndef ", b"\n#", b"\nif ", b"\nprint(", b"\n@", b"\n```")
-
-
 _RULES = {"n_new": N_NEW_TOKENS, "stops": [stop.decode() for stop in STOPS]}
 """What results of a completion depend on, besides engine and cells: `--resume` compares it."""
 
