@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 from route_files import metrics_lines, route_lines, write_lines
 
@@ -46,7 +47,10 @@ def test_without_a_word_the_routing_is_unknown_everywhere(tmp_path: Path, capsys
     assert printed(capsys, "info", path, "--json")["route"] is None
     assert "policy      unknown\n" in printed(capsys, "info", path)
     budget = ("--budget", "1.5cycles")
-    found = printed(capsys, "replay", path, *budget, "--by", "layer", "--json")
+    slots = tmp_path / "slots.parquet"
+    found = printed(capsys, "replay", path, *budget, "--by", "layer", "--slots", str(slots), "--json")
+    assert pl.read_parquet(slots)["router_expert"].null_count() == found["all"]["slots"]
+    assert "no difference in 38 slots" in printed(capsys, "diff", str(slots), str(slots))
     assert found["route"] is None
     assert found["note"] == "of the routing that ran; the trace does not hold what the router picked"
     for of in (found["decode"], found["all"], *found["by_layer"]):
@@ -56,11 +60,11 @@ def test_without_a_word_the_routing_is_unknown_everywhere(tmp_path: Path, capsys
     assert lines[1].split()[2] == "unknown"
     assert "1.000" not in lines[1]
     assert printed(capsys, "curve", path, "--json")["route"] is None
-    assert "LRU, global, the executed routing, replay" in printed(capsys, "curve", path)
+    assert "LRU, global, executed routing, replay" in printed(capsys, "curve", path)
     assert printed(capsys, "explain", path, *budget, "--json")["route"] is None
     text = printed(capsys, "explain", path, *budget)
     assert "\nunknown, evict lru" in text
-    assert "LRU, the executed routing, 2 times the budget" in text
+    assert "LRU, executed routing, 2 times the budget" in text
     assert "router's own routing, " not in text
 
 
