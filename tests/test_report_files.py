@@ -111,7 +111,7 @@ def test_intervals_hold_the_mean_and_are_those_of_the_bootstrap(
         for name, value in (
             ("hit_rate", numbers.decode.hit_rate),
             ("read_mib_per_token", numbers.decode.read_mib_per_token),
-            ("substituted", numbers.decode.substituted / numbers.decode.slots),
+            ("substituted", (numbers.decode.substituted or 0) / numbers.decode.slots),
         ):
             low, high = numbers.intervals[name]
             assert low <= value <= high  # type: ignore[operator]
