@@ -344,7 +344,8 @@ def reference_replay(trace: Any, cell: ReferenceCell) -> ReferenceReplay:
                 counters.agreement += sum(e in k_router for e in runs) / k_of_row
                 if scores is not None and values is not None:
                     # Weights are shares of the gate where it is a tensor of its own, and so is the probability.
-                    of_gate = "logits" if header.weight_rule.softmax_over_selected else "softmax"
+                    rule = header.weight_rule
+                    of_gate = "logits" if rule is not None and rule.softmax_over_selected else "softmax"
                     mass = masses(gates, header.gating if row.get("gate_probs") is None else of_gate)
                     counters.mass += math.fsum(mass[e] for e in k_router) - math.fsum(mass[e] for e in runs)
                     if span > 0:

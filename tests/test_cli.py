@@ -41,7 +41,7 @@ Captured = pytest.CaptureFixture[str]
 def toy(tmp_path: Path) -> Path:
     """A trace of 3 layers, k 2, whose token cycle is 6,000 bytes; recorded budget unknown."""
     path = write_lines(tmp_path / "toy.csv", route_lines())
-    assert main(["import", str(path), "--out", str(tmp_path / "toy.trace")]) == 0
+    assert main(["import", str(path), "--out", str(tmp_path / "toy.trace"), "--route", "original"]) == 0
     return tmp_path / "toy.trace"
 
 

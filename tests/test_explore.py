@@ -88,7 +88,7 @@ def test_changes_have_the_figures_of_the_replay_with_intervals(trace: Trace, rep
     for rate, value in (
         (found.miss_rate, decode.misses / decode.lookups),
         (found.mib_per_token, decode.read_mib_per_token),
-        (found.substituted, decode.substituted / decode.slots),
+        (found.substituted, (decode.substituted or 0) / decode.slots),
     ):
         assert rate.value == pytest.approx(value, rel=1e-12)
         assert rate.interval.low < rate.value < rate.interval.high

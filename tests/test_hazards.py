@@ -296,7 +296,8 @@ def test_the_last_sampled_token_has_no_row(tmp_path: Path) -> None:
     content = fingerprint(RUN)
     assert len(content["generated_only"]) == len(content["router_data"]) + 1
     facts = {"n_expert": N_EXPERT, "expert_bytes": 9}
-    assert load(tmp_path, ("f.json", json.dumps(content).encode()), **facts).n_rows == 21
+    with pytest.warns(SimlabWarning, match="has no prompt"):
+        assert load(tmp_path, ("f.json", json.dumps(content).encode()), **facts).n_rows == 21
 
 
 def test_a_draft_layer_that_shares_layer_0(tmp_path: Path) -> None:

@@ -133,7 +133,9 @@ def test_a_selection_bias_selects_and_does_not_weigh(tmp_path: Path) -> None:
     ids = np.argsort(-biased, axis=2)[..., :2]
     given = {"ids": ids, "scores": biased}
     facts = FACTS | {"gating": "sigmoid", "score_space": "raw", "weight_rule": {"normalise": True}}
-    with pytest.raises(InputError, match=r"outside 0 to 1, so a selection bias is in it .*give gate_probs"):
+    with pytest.raises(
+        InputError, match=r"outside 0 to 1, so it is a logit, or a selection bias .* or gate_probs"
+    ):
         load(tmp_path, ("run.npz", npz_bytes(given)), **facts)
     weights = np.take_along_axis(gate, ids, axis=2)
     weights /= weights.sum(axis=2, keepdims=True)

@@ -166,7 +166,7 @@ def test_a_users_file_runs_live_and_in_replay(engine, tokens, tmp_path):
     )[0]
     trace = record(engine, tokens[:32], cell, tmp_path / "u.trace")
     numbers = assert_same_slots(trace, cell, tmp_path)
-    assert numbers.decode.substituted > 0
+    assert (numbers.decode.substituted or 0) > 0
 
 
 def test_validate_runs_the_same_graphs_and_agrees_where_nothing_drifts(engine, tokens, tmp_path):
@@ -190,7 +190,7 @@ def test_validate_runs_the_same_graphs_and_agrees_where_nothing_drifts(engine, t
         assert ratio[0] <= ratio[1] <= ratio[2]
     baseline, margin = compared[0].live, compared[1].live
     assert baseline.intervals["ppl_ratio"] == (1, 1)
-    assert margin.decode.substituted > 0
+    assert (margin.decode.substituted or 0) > 0
     assert baseline.nll == compared[2].live.nll, "the budget alone changes no logit"
 
 

@@ -70,7 +70,7 @@ def test_counters_add_up(trace):
             assert part.read_mib == part.misses * 1000 / 2**20
             assert part.rereads == part.capacity_misses
             assert part.lookups <= part.slots - part.dropped
-            assert part.substituted <= part.reranked <= part.slots
+            assert (part.substituted or 0) <= part.reranked <= part.slots
         counted = table.filter(table["turn"] >= 0)
         assert counted["read_bytes"].sum() == cell.all.misses * 1000
         assert counted["dropped"].sum() == cell.all.dropped

@@ -116,7 +116,7 @@ def test_intervals_hold_the_mean_and_are_those_of_the_bootstrap(
         for name, value in (
             ("hit_rate", numbers.decode.hit_rate),
             ("read_mib_per_token", numbers.decode.read_mib_per_token),
-            ("substituted", numbers.decode.substituted / numbers.decode.slots),
+            ("substituted", (numbers.decode.substituted or 0) / numbers.decode.slots),
         ):
             low, high = numbers.intervals[name]
             assert low <= value <= high  # type: ignore[operator]
@@ -355,7 +355,7 @@ def test_several_traces_stand_side_by_side(
     assert main(["report", *traces, "--out", str(out)]) == 0
     said = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in said] == ["toy.trace", "other.trace"]
-    assert "At 2 token cycles (0.0114 MiB), original routing, lru: " in said[0]
+    assert "At 2 token cycles (0.0114 MiB), routing as it ran, lru: " in said[0]
     page = out.read_text()
     assert "2 traces" in page
     assert "Decode hit rate (%), toy.trace" in page

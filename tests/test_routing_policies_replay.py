@@ -243,7 +243,7 @@ def test_a_training_part_runs_and_is_not_counted(tmp_path):
     assert part.note == "trained on 25% of decode, not counted"
     assert same.note is not None
     assert same.note.startswith("diagnostic")
-    assert part.decode.substituted > 0
+    assert (part.decode.substituted or 0) > 0
 
 
 def test_buddies_replay_a_trace_without_scores(tmp_path):
@@ -347,7 +347,7 @@ def test_what_holds_for_every_row(name, trace):
         assert not dropped.all(axis=1).any()
         for part in (numbers.decode, numbers.all):
             assert part.hits + part.misses == part.lookups
-            assert part.substituted <= part.reranked <= part.slots
+            assert (part.substituted or 0) <= part.reranked <= part.slots
             assert (part.dropped if stage != "drop" else part.substituted) == 0
         if stage == "swap":
             changed = table.filter(table["expert"] != table["router_expert"])

@@ -124,8 +124,9 @@ def margin_of(cell: Cell) -> float | None:
 
 def substituted_percent(phase: PhaseNumbers) -> float | None:
     """Share of the slots that substitution changed."""
-    known = phase.substituted is not None and phase.slots
-    return 100 * phase.substituted / phase.slots if known else None
+    if phase.substituted is None or not phase.slots:
+        return None
+    return 100 * phase.substituted / phase.slots
 
 
 def percent(value: float | None) -> float | None:

@@ -147,7 +147,7 @@ def _replay(args: argparse.Namespace) -> None:
             numbers = result.numbers
             by = {"layer": by_layer, "token": by_token}[args.by](result) if args.by else None
             if slots_path is not None:
-                write_frame(slots_path, result.slots)
+                write_frame(slots_path, _told_slots(result.slots, trace))
                 say_written(slots_path)
         if args.intervals:
             (numbers,) = _with_intervals(args, trace, [numbers])
@@ -161,6 +161,15 @@ def _replay(args: argparse.Namespace) -> None:
         print("\n" + frame_table(by))
     if figures := measured_text(measured(traces[0])):
         print(f"measured when it was recorded, decode: {figures}")
+
+
+def _told_slots(slots: pl.DataFrame, trace: Trace) -> pl.DataFrame:
+    """The slots as they are written: without what the router picked where nobody knows it."""
+    if trace.header.router_known:
+        return slots
+    import polars as pl
+
+    return slots.with_columns(pl.lit(None, pl.Int32).alias("router_expert"))
 
 
 def _sweep(args: argparse.Namespace) -> None:

@@ -136,7 +136,7 @@ def cliff_foot(header: TraceHeader, k: int | None = None) -> int:
 
 def routing_words(header: TraceHeader) -> str:
     """Of which routing a trace's curve is: what the router picked, or what ran where that is all the trace has."""
-    return "the router's own routing" if header.router_known else "the executed routing"
+    return "router's own routing" if header.router_known else "executed routing"
 
 
 def landmarks(curve: pl.DataFrame, header: TraceHeader, scope: Scope = "global") -> list[Landmark]:

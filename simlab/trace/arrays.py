@@ -1,8 +1,9 @@
 """Arrays as people dump them from vLLM, SGLang and transformers: `.npz`, `.npy`, `.safetensors`.
 
 Ids `[tokens, layers, k]`, and where there are any, weights of that shape, scores and gate probabilities
-`[tokens, layers, n_expert]` and, per token, turn, phase, step (context position), graph and token (vocabulary id).
-`NAMES` lists what an array may be called; `columns` of the facts names any other.
+`[tokens, layers, n_expert]` (layers first if `axes` of the facts says so) and, per token, turn, phase, step (context
+position), graph and token (vocabulary id). `NAMES` lists what an array may be called; `columns` of the facts names
+any other.
 
 NumPy's files are parsed here, by NumPy's header reader, because `numpy.load` makes room for whatever size a header
 claims before it looks how much data there is. Nothing is ever unpickled.
@@ -14,7 +15,7 @@ import io
 import math
 import warnings
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 
 from simlab.bounds import require_memory
 from simlab.errors import InputError, SimlabWarning
-from simlab.trace.facts import Facts
+from simlab.trace.facts import LAYERS_FIRST, TOKENS_FIRST, Facts
 from simlab.trace.reading import one_line, read_bytes, shown
 from simlab.trace.routings import Routings
 
@@ -50,6 +51,9 @@ _MOST_DEFLATED = 1040
 """Deflate makes at most 1,032 bytes of one."""
 _VALUE_BYTES = 25
 """Memory of a value at the most that is held of one at once, from the file to the rows of a trace; measured."""
+_WIDE = ("ids", "weights", "scores", "gate_probs")
+_MOST_COMPARED, _SURE = 256, 5.0
+"""Tokens, layers and slots that are compared to tell one axis from the other; standard errors between them."""
 _MOST_AXES, _LONGEST = 32, (1 << 63) - 1
 """What every NumPy can hold."""
 
@@ -276,12 +280,26 @@ def _load(path: Path, load: Load) -> NDArray[Any]:
 # Shapes and types
 
 
+def _shared(ids: NDArray[Any], axis: int) -> NDArray[np.int64]:
+    """How many experts neighbours along an axis have in common, of a part of the rows."""
+    part = np.moveaxis(ids[:_MOST_COMPARED, :_MOST_COMPARED], axis, 0)
+    found = np.zeros((part.shape[0] - 1, part.shape[1]), np.int64)
+    for slot in range(part.shape[2]):
+        found += (part[1:] == part[:-1, :, slot, None]).any(axis=2)
+    # Rows of one number throughout are placeholders, of padding or of dense layers.
+    routed = (part != part[:, :, :1]).any(axis=2) | (part.shape[2] == 1)
+    kept = found[routed[1:] & routed[:-1]]
+    return kept if kept.size else np.zeros(1, np.int64)
+
+
 class _Arrays:
     """The arrays of one dump, checked against each other."""
 
     def __init__(
         self, path: Path, names: dict[str, str], arrays: dict[str, NDArray[Any]], facts: Facts
     ) -> None:
+        if facts.axes == LAYERS_FIRST:
+            arrays = {n: a.swapaxes(0, 1) if n in _WIDE and a.ndim == 3 else a for n, a in arrays.items()}
         self.path, self.names, self.arrays, self.facts = path, names, arrays, facts
 
     def refuse(self, ours: str, problem: str) -> InputError:
@@ -296,7 +314,13 @@ class _Arrays:
                 "ids", f"of shape {list(ids.shape)}, must be [tokens, layers, k], none of them 0"
             )
         n_tokens, n_layers, k = ids.shape
-        layers = self._layers(n_tokens, n_layers)
+        if self.facts.axes is None and (why := self._looks_swapped(ids)):
+            raise self.refuse(
+                "ids",
+                f"of shape {list(ids.shape)}, and axes that look like [layers, tokens, k]: {why}; say --axes "
+                f"{LAYERS_FIRST} or --axes {TOKENS_FIRST}",
+            )
+        layers = self._layers(n_layers)
         wide = {name: self._floats(name) for name in ("weights", "scores", "gate_probs")}
         n_rows = n_tokens * n_layers
 
@@ -325,12 +349,41 @@ class _Arrays:
             id_limit=limit,
         )
 
-    def _layers(self, n_tokens: int, n_layers: int) -> tuple[int, ...]:
-        layers = self.facts.moe_layers or tuple(range(n_layers))
+    def _looks_swapped(self, ids: NDArray[Any]) -> str | None:
+        """Why the first axis may be the layers, None where it may not."""
+        n_tokens, n_layers, k = ids.shape
+        facts = self.facts
+        said = [facts.n_layer] + [
+            len(given)
+            for given in (facts.moe_layers, facts.expert_bytes, facts.dense_bytes)
+            if isinstance(given, Sized)
+        ]
+        if n_layers in said:
+            return None
+        if n_tokens in said:
+            return f"{n_tokens} layers are named"
+        if n_layers > n_tokens:
+            return "more layers than tokens"
+        if k > _MOST_COMPARED or min(n_tokens, n_layers) < 2:
+            return None
+        # A token routes much as the one before it; layers number their experts each in its own way.
+        along_tokens, along_layers = (_shared(ids, axis) for axis in (0, 1))
+        error = math.sqrt(along_tokens.var() / along_tokens.size + along_layers.var() / along_layers.size)
+        if along_layers.mean() - along_tokens.mean() > _SURE * error:
+            return (
+                f"neighbours along the second axis share {along_layers.mean():.2f} of {k} experts, along the first "
+                f"{along_tokens.mean():.2f}"
+            )
+        return None
+
+    def _layers(self, n_layers: int) -> tuple[int, ...]:
+        """Numbers of all layers there are; those of `moe_layers` may be some of them, which are picked later."""
+        layers = self.facts.moe_layers
+        if layers is None or (len(layers) != n_layers and layers[-1] < n_layers):
+            return tuple(range(n_layers))
         if len(layers) != n_layers:
-            hint = ", and axes that look like [layers, tokens, k]" if len(layers) == n_tokens else ""
             raise self.refuse(
-                "ids", f"{n_layers} layers, but {self.facts.said['moe_layers']} says {len(layers)}{hint}"
+                "ids", f"{n_layers} layers, but {self.facts.said['moe_layers']} says {len(layers)}"
             )
         return layers
 

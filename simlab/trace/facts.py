@@ -99,6 +99,14 @@ class Facts:
         return {layer: given[layer] for layer in layers}
 
 
+def keeps_router(route: Route) -> bool:
+    """Whether the experts that run under a route, before any drop, are the router's own."""
+    step = route.reroute
+    if step is None or step.policy.is_builtin("original"):
+        return True
+    return step.policy.is_builtin("substitute") and step.knobs["L"] == 0
+
+
 def read_facts(sidecar: Path | None, options: Mapping[str, Any]) -> Facts:
     """The facts of a sidecar file, None for none, and of options by field name; an option of None is not given.
 
@@ -316,6 +324,8 @@ def _check_together(facts: Facts) -> None:
             "score_space",
             f"prob, but a {facts.gating} router ranks by its scores as they are: score_space is raw",
         )
+    if facts.selection_bias and facts.score_space == "prob":
+        raise facts.refuse("selection_bias", "biased scores are no probabilities: score_space is raw")
     if (
         facts.weight_rule is not None
         and facts.weight_rule.softmax_over_selected

@@ -93,6 +93,10 @@ def read_run(files: Sequence[str], facts: Mapping[str, Any]) -> tuple[TraceHeade
         if not sidecars and beside != paths[0] and beside.is_file():
             sidecars = [beside]
         read = read_facts(sidecars[0] if sidecars else None, facts)
+        if read.axes is not None and kind not in ("npy file", "array file"):
+            raise read.refuse(
+                "axes", f"{paths[0]} is no array, and its rows say which layer and token they are of"
+            )
         header, tables = trace_of(_READERS[kind](paths, read), read)
     return header, {table: _frame(table, columns, header) for table, columns in tables.items()}
 

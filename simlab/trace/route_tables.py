@@ -19,8 +19,10 @@ from numpy.typing import NDArray
 
 from simlab.errors import InputError, SimlabWarning
 from simlab.trace.bmoe_metrics import MS, MetricsFile, read_metrics
+from simlab.trace.facts import keeps_router
 from simlab.trace.io_csv import IoFile, read_io
 from simlab.trace.route_csv import RouteFile, read_route
+from simlab.trace.routing_checks import warn_of_no_prompt
 from simlab.types import DECODE, PREFILL, Route, TraceHeader
 
 _BY_SPECULATION = 2
@@ -124,17 +126,14 @@ def _policy(
     return "drop_cold", {}, known
 
 
-def keeps_router(route: Route) -> bool:
-    """Whether the experts that run under a route, before any drop, are the router's own."""
-    step = route.reroute
-    if step is None or step.policy.is_builtin("original"):
-        return True
-    return step.policy.is_builtin("substitute") and step.knobs["L"] == 0
-
-
 def _check_stated(route: RouteFile, metrics: MetricsFile | None, stated: Route) -> None:
     said, drop = metrics.drop_knobs if metrics else None, stated.step("drop")
     own = dict(drop.knobs) if drop is not None and drop.knobs.get("F", 1) > 0 else {}
+    wide = stated.step("width")
+    if wide is not None and wide.policy.is_builtin("top_k") and wide.knobs["k"] != route.k:
+        raise InputError(
+            f"--route {stated.name}: k is {wide.knobs['k']:g}, but {route.path} has {route.k} slots"
+        )
     if drop is None and route.any_dropped:
         raise InputError(f"--route {stated.name}: {route.path} has dropped slots; add what dropped them")
     same = said is None or (
@@ -159,6 +158,8 @@ def _tokens(route: RouteFile, metrics: MetricsFile | None) -> dict[str, Any]:
     graph = route.rows["graph"]
     n_graphs = int(graph[-1]) + 1
     first = np.searchsorted(graph, np.arange(n_graphs))
+    if route.rows["phase"][0] == DECODE:
+        warn_of_no_prompt(route.path, int(route.rows["step"][0]))
     step = np.full(n_graphs, -1, np.int64)
     np.maximum.at(step, graph, route.rows["step"])
     of_slot = graph[route.row_of_slot]

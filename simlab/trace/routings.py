@@ -7,7 +7,6 @@ with the option that settles it, what is odd but legal is kept with one warning.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -17,14 +16,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from simlab.errors import InputError, SimlabWarning
+from simlab.errors import InputError
 from simlab.trace.csv_text import INT32, MAX_EXPERT, MAX_LAYER
-from simlab.trace.facts import Facts
-from simlab.trace.score_checks import check_scores, gate_of_logits, warn_of_weights
+from simlab.trace.facts import Facts, keeps_router
+from simlab.trace.routing_checks import (
+    check_steps,
+    leave_out_layers,
+    refuse_profiling_run,
+    warn,
+    warn_of_missing,
+    warn_of_no_prompt,
+    warn_twice,
+)
+from simlab.trace.score_checks import best_by_score, check_scores, gate_of_logits, warn_of_weights
 from simlab.types import DECODE, PREFILL, Gating, TraceHeader
 
-_MANY_ALIKE = 16
-"""So many first tokens with one and the same routing in every layer are a profiling run, not a text."""
 _MAX_SUM = 1 << 61
 _MAX_WEIGHT = float(np.finfo(np.float32).max)
 
@@ -94,18 +100,23 @@ def trace_of(found: Routings, facts: Facts) -> tuple[TraceHeader, dict[str, dict
         InputError: a fact is missing or contradicts the file, or a value cannot be used.
     """
     n_expert = _n_expert(found, facts)
+    n_layer = facts.n_layer or max(found.layers) + 1
     found = _in_order(found)
     found = _skip_first(found, facts)
+    found = leave_out_layers(found, facts, n_expert)
     found = _settle_padding(found, facts, n_expert)
-    _refuse_profiling_run(found, facts)
-    _warn_twice(found)
+    refuse_profiling_run(found, facts)
+    warn_twice(found)
     _check_weights(found)
     gating = _score_facts(found, facts, n_expert)
-    if found.scores is not None and (facts.gating, facts.score_space) == ("softmax", "raw"):
+    if found.scores is not None and _are_logits(facts):
         found = replace(found, gate_probs=gate_of_logits(found.scores, found.gate_probs, facts.weight_rule))
     per_token = _tokens(found, facts)
-    header = _header(found, facts, n_expert, gating)
-    return header, {"routing": _routing(found, per_token), "tokens": _graphs(found, per_token)}
+    warn_of_missing(found, per_token["phase"])
+    router = _router(found, facts)
+    header = _header(found, facts, n_expert, gating, n_layer)
+    header = replace(header, router_known=router is not None)
+    return header, {"routing": _routing(found, per_token, router), "tokens": _graphs(found, per_token)}
 
 
 def _n_expert(found: Routings, facts: Facts) -> int:
@@ -183,34 +194,6 @@ def _all_by_token(found: Routings, rows: NDArray[np.bool_]) -> NDArray[np.bool_]
     return (np.bincount(found.token, rows, minlength=found.n_tokens) == n_rows) & (n_rows > 0)
 
 
-def _refuse_profiling_run(found: Routings, facts: Facts) -> None:
-    if facts.skip_tokens is not None:
-        return
-    n_rows = np.bincount(found.token, minlength=found.n_tokens)
-    like_first = int(np.argmin(np.append(n_rows == n_rows[0], False)))
-    per_token = int(n_rows[0])
-    if not per_token or like_first < _MANY_ALIKE:
-        return
-    ids = found.experts[: like_first * per_token].reshape(like_first, -1)
-    alike = int(np.argmin(np.append((ids == ids[0]).all(axis=1), False)))
-    if alike >= _MANY_ALIKE and (ids[0] >= 0).any():
-        raise InputError(
-            f"{found.place('ids', 0, None)}: the first {alike} tokens have one and the same routing in every "
-            f"layer, as a profiling run leaves them; --skip-tokens {alike} leaves them out, 0 keeps them"
-        )
-
-
-def _warn_twice(found: Routings) -> None:
-    ids = np.sort(found.experts, axis=1)
-    again = (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)
-    if again.any():
-        row = int(np.argmax(again.any(axis=1)))
-        _warn(
-            f"{found.place('ids', row, None)}: the same expert twice in one routing ({int(again.sum())} slots "
-            "in all); kept as it stands"
-        )
-
-
 def _check_weights(found: Routings) -> None:
     if found.weights is None:
         return
@@ -235,7 +218,11 @@ def _score_facts(found: Routings, facts: Facts, n_expert: int) -> Gating | None:
     check_scores(found, facts)
     warn_of_weights(found, facts)
     # The logits of a softmax router rank as its probabilities do, and lose nothing to rounding.
-    return "logits" if (facts.gating, facts.score_space) == ("softmax", "raw") else facts.gating
+    return "logits" if _are_logits(facts) else facts.gating
+
+
+def _are_logits(facts: Facts) -> bool:
+    return (facts.gating, facts.score_space) == ("softmax", "raw") and not facts.selection_bias
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -246,6 +233,7 @@ def _tokens(found: Routings, facts: Facts) -> dict[str, NDArray[np.int64]]:
     n = found.n_tokens
     step = _checked(found, "step", -1, INT32, np.arange(n))
     turn = _turns(found, facts, step)
+    check_steps(found, turn, step)
     phase = _phases(found, facts, turn)
     differs = np.ones(n, bool)
     differs[1:] = (turn[1:] != turn[:-1]) | (phase[1:] != phase[:-1])
@@ -298,7 +286,7 @@ def _turns(found: Routings, facts: Facts, step: NDArray) -> NDArray[np.int64]:
     restarts = np.zeros(n, bool)
     restarts[1:] = (step[1:] == 0) & (step[:-1] > 0)
     if restarts.any():
-        _warn(
+        warn(
             f"{found.path}: positions start again at 0 {int(restarts.sum())} times; each is taken as a new turn, "
             "through which the cache is kept"
         )
@@ -310,9 +298,12 @@ def _phases(found: Routings, facts: Facts, turn: NDArray) -> NDArray[np.int64]:
     if "phase" in found.tokens:
         if facts.prefill is not None:
             raise facts.refuse("prefill", f"{found.path} says itself which phase a token is of")
-        return _checked(found, "phase", PREFILL, DECODE, np.ones(n))
+        phase = _checked(found, "phase", PREFILL, DECODE, np.ones(n))
+        if phase[0] == DECODE:
+            warn_of_no_prompt(found.path, int(found.tokens.get("step", phase * 0)[0]))
+        return phase
     if facts.prefill is None:
-        _warn(f"{found.path}: no prefill length is given (--prefill); every token is taken as a decode step")
+        warn(f"{found.path}: no prefill length is given (--prefill); every token is taken as a decode step")
         return np.full(n, DECODE, np.int64)
     lengths = np.array(facts.turns) if facts.turns is not None else np.unique(turn, return_counts=True)[1]
     if len(facts.prefill) != len(lengths):
@@ -333,7 +324,17 @@ def _phases(found: Routings, facts: Facts, turn: NDArray) -> NDArray[np.int64]:
 # Header and tables
 
 
-def _header(found: Routings, facts: Facts, n_expert: int, gating: Gating | None) -> TraceHeader:
+def _router(found: Routings, facts: Facts) -> NDArray[np.int64] | None:
+    """The router's own ids; where the run rerouted, those its scores rank first, None where there are none."""
+    if facts.route is None or keeps_router(facts.route):
+        return found.experts
+    if found.scores is None or facts.score_space is None:
+        return None
+    ranked = best_by_score(found.scores, facts.score_space, found.experts.shape[1])
+    return np.where(found.experts >= 0, ranked, -1)
+
+
+def _header(found: Routings, facts: Facts, n_expert: int, gating: Gating | None, n_layer: int) -> TraceHeader:
     k = found.experts.shape[1]
     sizes = facts.sizes("expert_bytes", found.layers, found.path)
     if sizes is None:
@@ -342,11 +343,10 @@ def _header(found: Routings, facts: Facts, n_expert: int, gating: Gating | None)
         )
     if n_expert * sum(sizes.values()) >= _MAX_SUM or len(found.token) * k * max(sizes.values()) >= _MAX_SUM:
         raise facts.refuse("expert_bytes", "too large to be added up over the rows")
-    n_layer = facts.n_layer or max(found.layers) + 1
     if found.layers[-1] >= min(n_layer, MAX_LAYER + 1):
         raise InputError(f"{found.path}: layer {found.layers[-1]} of a model of {n_layer} layers")
     if facts.n_expert_used is not None and facts.n_expert_used != k:
-        _warn(f"{found.path}: routings have {k} slots, {facts.said['n_expert_used']} says "
+        warn(f"{found.path}: routings have {k} slots, {facts.said['n_expert_used']} says "
               f"{facts.n_expert_used}; using {k}")  # fmt: skip
     return TraceHeader(
         model=facts.model,
@@ -359,7 +359,9 @@ def _header(found: Routings, facts: Facts, n_expert: int, gating: Gating | None)
         weight_rule=facts.weight_rule,
         entry_bytes=sizes,
         dense_bytes=facts.sizes("dense_bytes", found.layers, found.path),
-        route="original",
+        selection_bias=facts.selection_bias,
+        route="original" if facts.route is None else facts.route.name,
+        knobs={} if facts.route is None else facts.route.knobs,
         engine=facts.engine,
         engine_version=facts.engine_version,
         cpu=facts.cpu,
@@ -367,12 +369,15 @@ def _header(found: Routings, facts: Facts, n_expert: int, gating: Gating | None)
     )
 
 
-def _routing(found: Routings, per_token: Mapping[str, NDArray]) -> dict[str, Any]:
+def _routing(
+    found: Routings, per_token: Mapping[str, NDArray], router: NDArray[np.int64] | None
+) -> dict[str, Any]:
     order = np.lexsort((found.token, found.layer, per_token["graph"][found.token]))
     found = found.rows(order)
     columns: dict[str, Any] = {name: values[found.token] for name, values in per_token.items()}
     experts = found.experts.astype(np.int32)
-    columns |= {"layer": found.layer, "router_experts": experts, "experts": experts}
+    picked = experts if router is None else router[order].astype(np.int32)
+    columns |= {"layer": found.layer, "router_experts": picked, "experts": experts}
     if "token" in found.tokens:
         columns["token"] = found.tokens["token"][found.token]
     for name in ("weights", "scores", "gate_probs"):
@@ -399,7 +404,3 @@ def _graphs(found: Routings, per_token: Mapping[str, NDArray]) -> dict[str, Any]
             following[i] if i + 1 == len(ids) or turn[i + 1] == turn[i] else None for i in last.tolist()
         ]
     return columns
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, SimlabWarning, stacklevel=2)

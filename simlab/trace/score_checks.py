@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simlab.errors import InputError, SimlabWarning
-from simlab.scores import applied_weights, gate_numerators, ranking_values
-from simlab.trace.facts import Facts
-from simlab.types import WeightRule
+from simlab.scores import applied_weights, gate_numerators, ranking_values, router_ranking
+from simlab.trace.facts import Facts, keeps_router
+from simlab.types import ScoreSpace, WeightRule
 
 if TYPE_CHECKING:
     from simlab.trace.routings import Routings
@@ -58,7 +58,7 @@ def check_scores(found: Routings, facts: Facts) -> None:
             f"{found.place('scores', 0)}: every row is of 0 to 1 and sums to 1, so these are probabilities, "
             f"but {facts.said['score_space']} says raw; say prob"
         )
-    if n_odd:
+    if n_odd and (facts.route is None or keeps_router(facts.route)):
         warnings.warn(
             f"{found.place('ids', first_odd)}: the experts are not the best of the row's scores ({n_odd} of "
             f"{len(found.token)} rows): routed by groups, recorded under a policy, or scores of something else?",
@@ -108,13 +108,22 @@ def _check_gate(found: Routings, facts: Facts) -> None:
         wrong = ~(gate >= 0) & ~np.isnan(gate) | (gate == np.inf)
         if wrong.any():
             raise InputError(f"{_at(found, wrong, 0, 'gate_probs')}: below 0 or infinite, and no gate is")
-    elif facts.gating == "sigmoid" and facts.weight_rule is not None:
-        finite = np.where(np.isfinite(found.scores), found.scores, 0)
-        biased = (finite < 0) | (finite > 1)
-        if biased.any():
+        over = gate > 1 + _ROUNDING
+        if over.any() and not (facts.weight_rule is not None and facts.weight_rule.softmax_over_selected):
             raise InputError(
-                f"{_at(found, biased, 0)}: outside 0 to 1, so a selection bias is in it and weights are not "
-                "made of it; give gate_probs (without the bias) too, or no weight rule"
+                f"{_at(found, over, 0, 'gate_probs')}: above 1, and no gate is; are these logits?"
+            )
+    elif facts.selection_bias and facts.weight_rule is not None:
+        raise facts.refuse(
+            "weight_rule", "weights are not made of biased scores; give gate_probs too, or no rule"
+        )
+    elif facts.gating == "sigmoid" and not facts.selection_bias:
+        finite = np.where(np.isfinite(found.scores), found.scores, 0)
+        outside = (finite < 0) | (finite > 1)
+        if outside.any():
+            raise InputError(
+                f"{_at(found, outside, 0)}: outside 0 to 1, so it is a logit, or a selection bias is in it; give the "
+                "sigmoid's output, or gate_probs (without the bias) too, or say --selection-bias"
             )
 
 
@@ -158,6 +167,16 @@ def softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
     total = power.sum(axis=-1, keepdims=True)
     shares = np.divide(power, total, out=np.zeros_like(power), where=total > 0)
     return np.where(np.isnan(logits), np.float32("nan"), shares.astype(np.float32))
+
+
+def best_by_score(scores: NDArray[np.float32], space: ScoreSpace, k: int) -> NDArray[np.int64]:
+    """The `k` experts of each row that rank first, ties to the lower id."""
+    none = np.empty((len(scores), 0), np.int32)
+    parts = [
+        router_ranking(ranking_values(scores[start:stop], space), none[start:stop])[:, :k]
+        for start, stop in _stretches(len(scores))
+    ]
+    return np.concatenate(parts)
 
 
 def gate_of_logits(
