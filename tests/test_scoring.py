@@ -124,7 +124,9 @@ def test_the_throw_away_decode_is_replayed_and_not_counted(engines, tmp_path):
         assert getattr(live.all, name) == getattr(simulated.all, name), name
     assert live.all.tokens == len(tokens) - 1
     # One item's counts add up to what its trace measures.
-    added = cell_numbers(cell, trace.header, [scoring.counts_of(trace, cell, set())], live.nll)
+    assert live.provenance is not None
+    counts = [scoring.counts_of(trace, cell, set())]
+    added = cell_numbers(cell, trace.header, counts, live.provenance, live.nll)
     assert added.decode == live.decode
     assert added.all == live.all
     assert added.tok_s == pytest.approx(live.tok_s)

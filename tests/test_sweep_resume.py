@@ -177,7 +177,10 @@ def test_a_manifest_of_something_else_is_refused(trace, tmp_path, capsys):
 def test_two_sweeps_do_not_share_a_folder(trace, cells, tmp_path):
     out = tmp_path / "s.parquet"
     words, groups = describe([trace], cells, None), [Group(0, tuple(range(len(cells))))]
-    with Parts(out, words, groups, force=False), pytest.raises(InputError, match="another command is writing it"):
+    with (
+        Parts(out, words, groups, force=False),
+        pytest.raises(InputError, match="another command is writing it"),
+    ):
         Parts(out, words, groups, force=True)
     Parts(out, words, groups, force=False).__exit__()
 
