@@ -48,11 +48,11 @@ PER_TOKEN = ("turn", "phase", "step", "graph", "token")
 _ZIP, NPY = b"PK\x03\x04", b"\x93NUMPY"
 _MOST_DEFLATED = 1040
 """Deflate makes at most 1,032 bytes of one."""
+_MOST_AXES, _LONGEST = 32, (1 << 63) - 1
+"""What every NumPy can hold."""
 _WIDE = ("ids", "weights", "scores", "gate_probs")
 _MOST_COMPARED, _SURE = 256, 5.0
 """Tokens, layers and slots that are compared to tell one axis from the other; standard errors between them."""
-_MOST_AXES, _LONGEST = 32, (1 << 63) - 1
-"""What every NumPy can hold."""
 
 Load = Callable[[], NDArray[Any]]
 
