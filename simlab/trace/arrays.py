@@ -51,11 +51,11 @@ _MOST_DEFLATED = 1040
 """Deflate makes at most 1,032 bytes of one."""
 _VALUE_BYTES = 25
 """Memory of a value at the most that is held of one at once, from the file to the rows of a trace; measured."""
+_MOST_AXES, _LONGEST = 32, (1 << 63) - 1
+"""What every NumPy can hold."""
 _WIDE = ("ids", "weights", "scores", "gate_probs")
 _MOST_COMPARED, _SURE = 256, 5.0
 """Tokens, layers and slots that are compared to tell one axis from the other; standard errors between them."""
-_MOST_AXES, _LONGEST = 32, (1 << 63) - 1
-"""What every NumPy can hold."""
 
 Load = Callable[[], NDArray[Any]]
 
