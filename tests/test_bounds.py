@@ -19,7 +19,7 @@ import numpy as np
 import polars as pl
 import pytest
 from route_files import HEADING
-from synthetic import generate, make_header
+from synthetic import generate, make_header, without_scores
 from test_trace_store import change_header
 
 from simlab import bounds
@@ -278,7 +278,7 @@ def test_more_settings_than_memory_holds_caches(tmp_path: Path) -> None:
 @pytest.mark.parametrize("what", ["open", "slots", "curve"])
 def test_more_rows_than_memory_holds(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """300 rows of four slots: 150 + 4 * 40 bytes each to replay, and twice 4 * 22 + 14 * 8 with every slot kept."""
-    trace = generate(make_header(), n_prefill=0, n_decode=100).write(tmp_path / "t.trace")
+    trace = without_scores(generate(make_header(), n_prefill=0, n_decode=100)).write(tmp_path / "t.trace")
     monkeypatch.setattr(bounds, "_SMALL", 0)
     n_bytes = {"open": 300 * 310, "slots": 300 * 400 + 3 * 16 * 18, "curve": 300 * 4 * 220}[what]
     said = {
