@@ -207,14 +207,16 @@ def check_output(path: str | os.PathLike[str], force: bool) -> Path:
 
 def _only_a_trace(folder: Path) -> bool:
     """Whether a folder holds a trace, finished or not, and nothing besides; or nothing at all."""
-    names = {entry.name for entry in folder.iterdir()}
-    if not names:
-        return True
-    if not names & {"header.json", "header.json.tmp"} or names - {"header.json", "header.json.tmp", *TABLES}:
+    names, headers = {entry.name for entry in folder.iterdir()}, {"header.json", "header.json.tmp"}
+    if names - headers - set(TABLES):
         return False
     tables = [folder / table for table in TABLES if table in names]
     parts = [part for table in tables if table.is_dir() for part in table.iterdir()]
-    return all(table.is_dir() for table in tables) and all(part.match("part-*.*") for part in parts)
+    return (
+        bool(names & headers or not parts)
+        and all(table.is_dir() for table in tables)
+        and all(part.match("part-*.*") for part in parts)
+    )
 
 
 def prepare_folder(path: str | os.PathLike[str], force: bool) -> Path:
@@ -228,6 +230,9 @@ def prepare_folder(path: str | os.PathLike[str], force: bool) -> Path:
     if target.exists():
         try:
             with locked(target, f"--out {target}"):
+                # The header last: what is left if this is interrupted is still known for a trace.
+                for table in TABLES:
+                    shutil.rmtree(target / table, ignore_errors=True)
                 shutil.rmtree(target)
         except OSError as error:
             raise RunError(f"--out {target}: cannot be replaced: {error.strerror}") from error
