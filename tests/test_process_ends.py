@@ -86,7 +86,7 @@ _DURING_IMPORT = """
 import os, signal, sys
 class Finder:
     def find_spec(self, name, path=None, target=None):
-        if name == "jaxlib":
+        if name == {module!r}:
             os.kill(os.getpid(), {number})
 sys.meta_path.insert(0, Finder())
 from simlab.cli.main import entry
@@ -96,10 +96,14 @@ entry()
 
 
 @pytest.mark.parametrize(
-    ("number", "status", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+    ("number", "module", "status", "word"),
+    [
+        (signal.SIGINT, "simlab.cli.options", 130, "interrupted"),
+        (signal.SIGTERM, "jaxlib", 143, "terminated"),
+    ],
 )
-def test_a_signal_while_packages_load(number: int, status: int, word: str) -> None:
-    code = _DURING_IMPORT.format(number=int(number), trace=str(_TRACE))
+def test_a_signal_while_packages_load(number: int, module: str, status: int, word: str) -> None:
+    code = _DURING_IMPORT.format(number=int(number), module=module, trace=str(_TRACE))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (status, "", f"simlab: {word}\n")
 
