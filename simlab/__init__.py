@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
     from simlab.judge.misses.explain import explain
     from simlab.judge.validate import validate
     from simlab.record.engine import Engine
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from simlab.replay.run import replay, sweep
     from simlab.trace.store import open_trace
 
-__version__ = version("simlab")
 __all__ = ["Engine", "__version__", "explain", "lru_curve", "open_trace", "replay", "sweep", "validate"]
 
 # Loaded on first use: the command line must answer before JAX is imported, and replaying must work
@@ -31,6 +30,10 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("simlab")
     if name not in _HOMES:
         raise AttributeError(f"module 'simlab' has no attribute '{name}'")
     return getattr(importlib.import_module(_HOMES[name]), name)

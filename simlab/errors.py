@@ -19,5 +19,9 @@ class RunError(SimlabError):
     """A run on good input failed on the way: an I/O error, a decode that llama.cpp refused. Exit status 1."""
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends a command as Ctrl-C does: what was written before is whole, temporary files go."""
+
+
 class SimlabWarning(UserWarning):
     """Something the user should know while the command goes on; the command line prints it as one line."""

@@ -103,6 +103,9 @@ class Tokenizer:
     def detokenize(self, tokens) -> bytes:
         return bytes(tokens)
 
+    def windowed(self, tokens: list[int]) -> list[int]:
+        return tokens
+
 
 def test_a_text_is_cut_where_it_reads_back_alike():
     """Cut after `a`, the text would be read as before; after `a`, `b` it would be read as `c`."""

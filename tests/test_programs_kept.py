@@ -34,10 +34,10 @@ def test_what_the_user_set_stands(environment, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_without_a_folder_nothing_is_kept(environment, tmp_path):
+def test_a_folder_that_cannot_be_made_is_named_for_jax_to_warn_of(environment, tmp_path):
     (tmp_path / "simlab").write_text("in the way")
     programs.keep_programs()
-    assert not of_jax(environment)
+    assert of_jax(environment)["JAX_COMPILATION_CACHE_DIR"].startswith(str(tmp_path / "simlab"))
 
 
 def test_programs_used_least_lately_go_first(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -295,6 +296,23 @@ def test_force_never_removes_what_is_no_trace(tmp_path: Path, capsys: pytest.Cap
     # What a kill leaves behind is a trace's own.
     (folder / "header.json").rename(folder / ".simlab-00.tmp")
     (folder / "tokens/.simlab-09.tmp").write_bytes(b"PAR1")
+    assert not prepare_folder(folder, force=True).exists()
+    # What an interrupted removal leaves has its header, and what was killed while it was made has no parts.
+    with pytest.MonkeyPatch.context() as patch:
+        removed: list[Path] = []
+
+        def interrupted(path: Path, **_: object) -> None:
+            removed.append(path)
+            if len(removed) == 2:
+                raise KeyboardInterrupt
+            real(path)
+
+        real = shutil.rmtree
+        patch.setattr(shutil, "rmtree", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            prepare_folder(written(folder), force=True)
+    assert not prepare_folder(folder, force=True).exists()
+    (folder / "routing").mkdir(parents=True)
     assert not prepare_folder(folder, force=True).exists()
     (tmp_path / "empty").mkdir()
     assert not prepare_folder(tmp_path / "empty", force=True).exists()

@@ -195,5 +195,5 @@ def _jax_devices() -> str:
 
     try:
         return ", ".join(f"{d.platform}:{d.id} {d.device_kind}" for d in jax.devices())
-    except RuntimeError as error:
-        return f"none: {str(error).splitlines()[0]}"
+    except (RuntimeError, AssertionError) as error:
+        return f"none: {str(error).partition(chr(10))[0] or 'JAX finds none of JAX_PLATFORMS'}"

@@ -7,6 +7,7 @@ Every failure is one line on stderr: exit status 2 for the user's input, 1 for a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import traceback
@@ -14,24 +15,11 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from simlab.cli import (
-    about,
-    analysis,
-    bench,
-    fidelity,
-    gates,
-    live,
-    pick,
-    replays,
-    report,
-    scores,
-    times,
-    traces,
-)
-from simlab.cli.programs import keep_programs
-from simlab.errors import InputError, SimlabError, SimlabWarning
+from simlab.errors import InputError, RunError, SimlabError, SimlabWarning, Terminated
 
-_INTERRUPTED = 130
+_INTERRUPTED, _TERMINATED = 130, 143
+_JAX_CACHE = ("Error reading persistent compilation", "Error writing persistent compilation")
+"""How JAX's warnings begin of a cache that is damaged, full or not to be written; it goes on without."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -54,6 +42,21 @@ class _Version(argparse.Action):
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser with every command; a parsed command line has `run`, the function to call with it."""
+    from simlab.cli import (
+        about,
+        analysis,
+        bench,
+        fidelity,
+        gates,
+        live,
+        pick,
+        replays,
+        report,
+        scores,
+        times,
+        traces,
+    )  # fmt: skip
+
     parser = _Parser(
         prog="simlab",
         description="Record a mixture-of-experts decode, replay it under hundreds of cache policies, "
@@ -98,25 +101,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.simplefilter("always", SimlabWarning)
         warnings.showwarning = _show_once(warnings.showwarning)
         try:
+            for word in words:
+                _check_utf8(word)
             args = build_parser().parse_args(words)
             args.run(args)
             sys.stdout.flush()
         except SystemExit as stop:
             return stop.code if isinstance(stop.code, int) else 0
+        except Terminated:
+            return _fail("terminated", _TERMINATED, debug)
         except KeyboardInterrupt:
             return _fail("interrupted", _INTERRUPTED, debug)
         except SimlabError as error:
             return _fail(f"error: {error}", error.exit_status, debug)
         except BrokenPipeError:
-            # The reader of a pipe has gone; closing stdout keeps Python from complaining about it at exit.
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, sys.stdout.fileno())
-            os.close(nowhere)
-            return 1
+            return 1  # the reader of a pipe has gone, and need not be told
         except BaseException as error:  # a panic of a Rust library is no Exception
             hint = "" if debug else " (run again with --debug)"
             return _fail(f"internal error: {type(error).__name__}: {error}{hint}", 1, debug)
     return 0
+
+
+def _check_utf8(word: str) -> None:
+    """Refuse a name that no table can hold: bytes of another encoding reach Python as lone surrogates."""
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        shown = word.encode(errors="backslashreplace").decode()
+        raise InputError(f"{shown}: is not UTF-8; rename the file, or link to it by another name") from None
 
 
 def _fail(text: str, status: int, debug: bool) -> int:
@@ -131,9 +143,14 @@ def _show_once(otherwise: Callable[..., None]) -> Callable[..., None]:
     shown: set[str] = set()
 
     def show(message: Warning | str, category: type[Warning], *rest: Any, **named: Any) -> None:
-        if not issubclass(category, SimlabWarning):
+        if str(message).startswith(_JAX_CACHE):
+            folder = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+            cause = " ".join(str(message).partition("': ")[2].split())
+            message = f"compiled programs cannot be kept in {folder} ({cause}); compiling them anew"
+        elif not issubclass(category, SimlabWarning):
             otherwise(message, category, *rest, **named)
-        elif str(message) not in shown:
+            return
+        if str(message) not in shown:
             shown.add(str(message))
             print(f"simlab: warning: {message}", file=sys.stderr)
 
@@ -142,11 +159,21 @@ def _show_once(otherwise: Callable[..., None]) -> Callable[..., None]:
 
 def entry() -> NoReturn:
     """Console script."""
-    keep_programs()
-    status = main()
-    if status == _INTERRUPTED:
+    try:
+        from simlab.cli.programs import keep_programs
+        from simlab.cli.signals import ignore_signals, raise_on_signals
+        from simlab.cli.streams import guard_streams
+
+        guard_streams()
+        raise_on_signals()
+        keep_programs()
+        status = main()
+        ignore_signals()
+    except KeyboardInterrupt:  # before the command began, or after it
+        status = _fail("interrupted", _INTERRUPTED, False)
+    if status in (_INTERRUPTED, _TERMINATED):
         # JAX's worker threads do not survive an orderly end in the middle of a computation.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(BrokenPipeError, RunError):
+            sys.stdout.flush()
         os._exit(status)
     sys.exit(status)

@@ -19,19 +19,16 @@ MOST_BYTES = 1 << 30
 
 
 def keep_programs() -> None:
-    """Say where, before JAX is imported; nothing where the folder cannot be written."""
+    """Say where, before JAX is imported; of a folder that cannot be written JAX warns once it has what to keep."""
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(base) / "simlab" / "programs" / processor()
-    try:
+    with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return
-    if os.access(folder, os.W_OK):
-        bound(folder, MOST_BYTES)
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
-        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", _LEAST_S)
+    bound(folder, MOST_BYTES)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", _LEAST_S)
 
 
 def bound(folder: Path, most_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Ctrl-C while llama.cpp is computing.
+"""Ctrl-C and SIGTERM while llama.cpp is computing.
 
 Python raises KeyboardInterrupt wherever it happens to be, and inside a ctypes callback that is nowhere: the
 exception is printed and dropped, and a node would go on without its expert. So the signal only leaves a note
@@ -13,20 +13,22 @@ from typing import Any
 
 
 class DeferredInterrupt:
-    """Holds SIGINT back inside the `with` block and raises KeyboardInterrupt at its end. Main thread only."""
+    """Holds the signals that Python handles back inside the `with` block, for its end. Main thread only."""
 
     def __enter__(self) -> DeferredInterrupt:
-        self._seen = False
-        self._active = threading.current_thread() is threading.main_thread()
-        if self._active:
-            self._before = signal.signal(signal.SIGINT, self._note)
+        self._seen: list[int] = []
+        self._before: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if callable(signal.getsignal(number)):
+                    self._before[number] = signal.signal(number, self._note)
         return self
 
-    def _note(self, _number: int, _frame: Any) -> None:
-        self._seen = True
+    def _note(self, number: int, _frame: Any) -> None:
+        self._seen.append(number)
 
     def __exit__(self, kind: Any, *_: Any) -> None:
-        if self._active:
-            signal.signal(signal.SIGINT, self._before)
-            if self._seen and kind is None:
-                raise KeyboardInterrupt
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if kind is None and self._seen:
+            signal.raise_signal(self._seen[0])

@@ -9,12 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from simlab.compiled import compiled
 
 _MINUS_INFINITY = np.float32("-inf")
 
 
-@njit(cache=True)
+@compiled
 def finite_values(ranked: Any, values: Any, ends: Any) -> bool:
     """Ranking values float32 `[E]` of a row and their largest and smallest in `ends`; False unless all are finite.
 
@@ -31,7 +32,7 @@ def finite_values(ranked: Any, values: Any, ends: Any) -> bool:
     return True
 
 
-@njit(cache=True)
+@compiled
 def best_of(value: Any, router: Any, left: Any, best: Any) -> int:
     """`routing.take_top` of one tier: fills int32 `best` `[k]` and returns how many of them `router` `[k]` lacks.
 
@@ -57,7 +58,7 @@ def best_of(value: Any, router: Any, left: Any, best: Any) -> int:
     return n_new
 
 
-@njit(cache=True)
+@compiled
 def _is_in(experts: Any, expert: Any) -> bool:
     for i in range(len(experts)):  # noqa: SIM110 - numba compiles no generator expressions
         if experts[i] == expert:
@@ -65,7 +66,7 @@ def _is_in(experts: Any, expert: Any) -> bool:
     return False
 
 
-@njit(cache=True)
+@compiled
 def after_drop(
     weight: Any, experts: Any, dropped: Any, top: int, renormalise: bool, walk: Any, applied: Any
 ) -> None:

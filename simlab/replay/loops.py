@@ -6,28 +6,21 @@ if that function's file has changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+from simlab.compiled import Function, compiled
+
 # Python's errors of division would be looked for at every one.
 _HOW: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 
 def loop(function: Function) -> Function:
-    """`function`, compiled by numba when it is first called, and kept on disk where numba may write: beside its source,
-    or in the user's folder for such files.
-    """
-    compiled: Any
-    try:
-        compiled = njit(cache=True, **_HOW)(function)
-    except RuntimeError:
-        compiled = njit(**_HOW)(function)
-    return compiled
+    """`function`, compiled by numba when it is first called, and kept on disk."""
+    return compiled(function, **_HOW)
 
 
 def _lowest(_typing: Any, word: Any) -> Any:

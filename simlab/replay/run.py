@@ -37,6 +37,7 @@ from simlab.replay.future import (
 )
 from simlab.replay.kernel import first_carry, program
 from simlab.replay.lanes import lanes_of, padded_lanes
+from simlab.replay.programs import backend
 from simlab.replay.recency_walk import RecencyWalk
 from simlab.replay.shape import COUNTERS, NO_ROW, SUMS, ProgramShape, Tree, code_key, told_fault
 from simlab.replay.side_by_side import side_by_side
@@ -137,7 +138,7 @@ class Replayer:
         self.trace = trace if isinstance(trace, Trace) else open_trace(trace)
         self.cells = list(cells)
         self._plain = plain or detail
-        self._loops = loops and jax.default_backend() == "cpu"
+        self._loops = loops and backend() == "cpu"
         self.columns = TraceColumns(self.trace)
         self._look_ahead = partial(look_ahead, self.trace.header, self.columns.speculative.shape[1])
         self.training = load_training(train, self.trace.header, self.columns) if train is not None else None

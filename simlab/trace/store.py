@@ -172,14 +172,12 @@ def _only_a_trace(folder: Path) -> bool:
     """Whether a folder holds a trace, finished or not, and nothing besides; or nothing at all."""
     # A header that was not finished stands under a temporary name.
     names = {"header.json" if entry.match(TEMPORARY) else entry.name for entry in folder.iterdir()}
-    if not names:
-        return True
-    if "header.json" not in names or names - {"header.json", *TABLES}:
+    if names - {"header.json", *TABLES}:
         return False
     tables = [folder / table for table in TABLES if table in names]
     parts = [part for table in tables if table.is_dir() for part in table.iterdir()]
     known = all(part.match("part-*.*") or part.match(TEMPORARY) for part in parts)
-    return all(table.is_dir() for table in tables) and known
+    return ("header.json" in names or not parts) and all(table.is_dir() for table in tables) and known
 
 
 def prepare_folder(path: str | os.PathLike[str], force: bool) -> Path:
@@ -193,6 +191,9 @@ def prepare_folder(path: str | os.PathLike[str], force: bool) -> Path:
     if target.exists():
         try:
             with locked(target, f"--out {target}"):
+                # The header last: what is left if this is interrupted is still known for a trace.
+                for table in TABLES:
+                    shutil.rmtree(target / table, ignore_errors=True)
                 shutil.rmtree(target)
         except OSError as error:
             raise RunError(f"--out {target}: cannot be replaced: {error.strerror}") from error

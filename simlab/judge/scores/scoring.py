@@ -71,7 +71,9 @@ class Results:
             return
         try:
             whole = self._read(path, dict(fingerprint)) if path.exists() else 0
-            self._file = path.open("ab")
+            self._file = path.open(
+                "ab", buffering=0
+            )  # what could not be written must not be tried again at the end
             self._file.truncate(whole)
         except OSError as error:
             raise InputError(f"--resume {path}: {error.strerror}") from error
@@ -114,8 +116,9 @@ class Results:
     def _append(self, row: Mapping[str, Any]) -> None:
         assert self._file is not None
         try:
-            self._file.write(json.dumps(row).encode() + b"\n")
-            self._file.flush()
+            line = json.dumps(row).encode() + b"\n"
+            while line := line[self._file.write(line) :]:
+                pass
             os.fsync(self._file.fileno())
         except OSError as error:
             raise RunError(f"--resume {self.path}: writing failed: {error.strerror}") from error
