@@ -10,7 +10,9 @@ ROOT = Path(__file__).parent.parent
 
 def test_every_promise_names_tests_that_exist():
     promises = [
-        line for line in (ROOT / "docs" / "trust.md").read_text().splitlines() if re.search(r"\| `test_.*\|$", line)
+        line
+        for line in (ROOT / "docs" / "trust.md").read_text().splitlines()
+        if re.search(r"\| `test_.*\|$", line)
     ]
     assert len(promises) > 20
     for line in promises:
