@@ -245,7 +245,7 @@ def _quality(args: argparse.Namespace) -> None:
         progress = stack.enter_context(Progress("quality"))
         runs = live_runs(texts, cells, RunStore(folder, engines), progress, train=args.train)
         digest = text_digest([text.tokens for text in texts])
-        provenance = Provenance(engines.get().model_digest, digest, simlab=__version__)
+        provenance = Provenance(engines.get().model.digest, digest, simlab=__version__)
     found = judge(runs, args.calibrate, args.budget, form, provenance)
     several = len(texts) > 1 and len(args.budget) > 1
     apart = without_budget(runs, args.calibrate, args.budget) if several else []

@@ -59,7 +59,7 @@ def calibrate_law(
             if progress is not None:
                 progress((i + 1) / len(cells))
         of = trace_provenance(header)
-        provenance = Provenance(engine.model_digest, of.text, simlab=simlab.__version__)
+        provenance = Provenance(engine.model.digest, of.text, simlab=simlab.__version__)
         return QualityModel.fit(calibrate(trace, recordings), provenance=provenance)
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import hashlib
 import os
 import resource
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +17,26 @@ import numpy as np
 from simlab.cells import effective_k, parse_budget, resolve_budget
 from simlab.errors import InputError, RunError, SimlabWarning
 from simlab.learning import learn
-from simlab.policy import find_eviction
 from simlab.policy_check import WrongValueError
 from simlab.prefetch import parse_prefetch
 from simlab.record.asking import NodeFilter
 from simlab.record.cache import LiveCache, live_cache
 from simlab.record.discovery import Discovery
 from simlab.record.experts import ExpertMemory
-from simlab.record.ggml import check_layout, engine_version
+from simlab.record.ggml import check_layout
 from simlab.record.gguf import read_gguf
+from simlab.record.header import OpenedModel, recording_header
 from simlab.record.hook import NODE_PREFIX, GraphTally, Hook, node_observer
 from simlab.record.interrupts import DeferredInterrupt
 from simlab.record.live_route import LiveRoute
 from simlab.record.llama import Llama, log_probability
 from simlab.record.lookahead import LookAhead
-from simlab.record.machine import check_top_k, cpu_name, default_threads
+from simlab.record.machine import check_top_k, default_threads
 from simlab.record.plan import PlannedGraph, chunks, text_graphs
 from simlab.record.reads import ReadLanes
 from simlab.record.recorder import GraphPlace, Recorder
 from simlab.record.trial import try_loading
 from simlab.replay.training import load_training
-from simlab.trace.provenance import run_provenance, text_digest
 from simlab.trace.store import TraceWriter
 from simlab.types import DECODE, PREFILL, THROW_AWAY_TURN, Cell, Provenance, TraceHeader
 
@@ -97,8 +93,7 @@ class Engine:
         self.prefetch = parse_prefetch(prefetch) if prefetch is not None else None
         check_layout()
         self.gguf = read_gguf(Path(model) if model is not None else EMBEDDED_MODEL)
-        self._model_files = self._stat_model()
-        self.model_digest = self.gguf.digest()
+        self.model = OpenedModel(self.gguf)
         if top_k is not None:
             check_top_k(top_k, self.gguf)
         self.top_k = top_k
@@ -190,26 +185,6 @@ class Engine:
         """The bytes of a token sequence."""
         return self._llama.detokenize(tokens)
 
-    def _stat_model(self) -> list[tuple[int, int, int]]:
-        found = [path.stat() for path in self.gguf.files]
-        return [(f.st_ino, f.st_size, f.st_mtime_ns) for f in found]
-
-    def check_model(self) -> None:
-        """Refuse to go on if the model's files are no longer those that were opened.
-
-        Raises:
-            RunError: they were written to, so that what was read of them is of no one model.
-        """
-        try:
-            changed = self._stat_model() != self._model_files or self.gguf.digest() != self.model_digest
-        except (OSError, InputError) as error:
-            raise RunError(f"{self.gguf.path}: cannot be read any more ({error}); record again") from error
-        if changed:
-            raise RunError(
-                f"{self.gguf.path}: was written to while it ran, so this recording is of no one model; "
-                "it is left unfinished, record again"
-            )
-
     def header(
         self, cell: Cell | None = None, text: bytes = b"", tokens: Sequence[Sequence[int]] = ()
     ) -> TraceHeader:
@@ -231,45 +206,19 @@ class Engine:
             score_space=self.routing.score_space,
             weight_rule=self.routing.weight_rule,
             entry_bytes=entry_bytes,
-            provenance=Provenance(model=self.model_digest),
+            provenance=Provenance(model=self.model.digest),
         )
         if cell is None:
             return base
-        if self.prefetch is not None:
-            cell = dataclasses.replace(cell, prefetch=self.prefetch.text)
-        steps = cell.route.steps
-        hashes = [s.policy.source_hash for s in steps] + [find_eviction(cell.evict).source_hash]
-        return TraceHeader(
-            **{
-                **{f: getattr(base, f) for f in base.__dataclass_fields__},
-                "window_bytes": {i: self._experts.window_bytes(i, self._lanes.direct) for i in entry_bytes},
-                "dense_bytes": {
-                    i: g.layer_bytes(i) - g.n_expert * entry_bytes.get(i, 0) for i in range(g.n_layer)
-                },
-                "budget_bytes": resolve_budget(
-                    cell.budget, cell.scope, base, effective_k(cell.route, base)
-                ).total_bytes,
-                "budget": cell.budget.text,
-                "prefetch": self.prefetch.text if self.prefetch is not None else None,
-                "route": cell.route.name,
-                "knobs": cell.route.knobs | {f"{cell.evict}.{n}": v for n, v in cell.evict_knobs.items()},
-                "evict": cell.evict,
-                "scope": cell.scope,
-                "policy_source_hash": hashlib.sha256("".join(hashes).encode()).hexdigest(),
-                "io_mode": "direct" if self._lanes.direct else "buffered",
-                "engine": "simlab",
-                "engine_version": engine_version(),
-                "cpu": cpu_name(),
-                "text_hash": hashlib.sha256(text).hexdigest() if text else None,
-                "created": datetime.now(UTC).isoformat(timespec="seconds"),
-                "provenance": run_provenance(
-                    base,
-                    cell,
-                    model=self.model_digest,
-                    text=text_digest(tokens) if tokens else None,
-                    train=self.training.identity if self.training is not None else None,
-                ),
-            }
+        return recording_header(
+            base,
+            replace(cell, prefetch=self.prefetch.text if self.prefetch is not None else None),
+            window_bytes={i: self._experts.window_bytes(i, self._lanes.direct) for i in entry_bytes},
+            dense_bytes={i: g.layer_bytes(i) - g.n_expert * entry_bytes.get(i, 0) for i in range(g.n_layer)},
+            direct=self._lanes.direct,
+            text=text,
+            tokens=tokens,
+            train=self.training.identity if self.training is not None else None,
         )
 
     def _check_overlap(self) -> bool:
@@ -512,7 +461,7 @@ class Engine:
                 yield recorder
             finally:
                 recorder.flush()
-            self.check_model()
+            self.model.check()
 
     def record_text(
         self, tokens: Sequence[int], cell: Cell, out: Path, *, text: bytes = b"", progress: Any = None

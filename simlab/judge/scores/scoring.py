@@ -199,7 +199,7 @@ class Engines:
         """Of what a cell gives on items of this digest, whatever width the engine has now."""
         engine = self.get() if self._engine is None else self._engine
         train = engine.training.identity if engine.training is not None else None
-        return run_provenance(engine.header(), cell, model=engine.model_digest, text=text, train=train)
+        return run_provenance(engine.header(), cell, model=engine.model.digest, text=text, train=train)
 
     def reopen(self, **options: Any) -> None:
         """Use these options from the next engine on."""

@@ -79,7 +79,7 @@ class LiveRun:
     def finish(self) -> Trace:
         """Close the trace and open it for reading."""
         self._recorder.flush()
-        self._engine.check_model()
+        self._engine.model.check()
         self._writer.close()
         return open_trace(self._out)
 
