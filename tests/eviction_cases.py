@@ -237,6 +237,8 @@ def shipped(n_layer: int, n_graphs: int, scores: bool = False) -> Synthetic:
         entry_bytes={layer: trace.header.entry_bytes[layer] for layer in layers},
         window_bytes=None,
         dense_bytes=None,
+        budget=None,  # that of all layers
+        budget_bytes=None,
     )
     if not scores:
         header = dataclasses.replace(header, gating=None, score_space=None, weight_rule=None)

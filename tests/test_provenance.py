@@ -201,7 +201,11 @@ def test_a_resumed_score_is_of_one_model_policy_and_knobs(tuned, tmp_path):
         text = fingerprint("ppl", engines, "another", cells, {})
     with Engines(tuned, {"n_threads": THREADS}) as engines:
         model = fingerprint("ppl", engines, "digest", cells, {})
-    Results(path, asked).__exit__()
+    with (
+        Results(path, asked),
+        pytest.raises(InputError, match=f"--resume {path}: another command is writing it"),
+    ):
+        Results(path, asked)
     Results(path, json.loads(json.dumps(asked))).__exit__()
     for field, wanted in (
         ("policy", knobs),

@@ -94,6 +94,8 @@ def _parquet(path: Path) -> pl.DataFrame:
 
 
 def _csv(path: Path, data: bytes) -> pl.DataFrame:
+    if not data.endswith(b"\n"):
+        raise InputError(f"{path}: cut short, its last line does not end; write it again")
     heading, _, rows = data.partition(b"\n")
     require_room(path, 1, heading.count(b",") + 1, rows.count(b",") + rows.count(b"\n"))
     try:
@@ -122,7 +124,7 @@ def _csv(path: Path, data: bytes) -> pl.DataFrame:
 
 
 def _from_json(path: Path, data: bytes) -> pl.DataFrame:
-    value = parse_json(data, str(path))
+    value = parse_json(data, str(path), nan=False)
     cells = value if isinstance(value, list) else [value]
     schema, rows = cells_schema(), []
     several = all(isinstance(cell, dict) and TRACE in cell for cell in cells) and bool(cells)

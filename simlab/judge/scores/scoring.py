@@ -8,6 +8,7 @@ up to a cell's numbers. Every finished item is a line of the results file, if on
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -25,6 +26,7 @@ from simlab.cli.output import align
 from simlab.errors import InputError, RunError
 from simlab.judge.measure import measure
 from simlab.judge.stats import Interval, PairedOutcome
+from simlab.locks import locked
 from simlab.record.engine import Engine
 from simlab.record.ggml import engine_version
 from simlab.record.machine import auto_budget
@@ -66,19 +68,21 @@ class Results:
     def __init__(self, path: Path | None, fingerprint: Mapping[str, Any]) -> None:
         self.path = path
         self._answers: dict[tuple[int, int], ItemAnswer] = {}
-        self._file = None
+        self._file, self._open = None, contextlib.ExitStack()
         if path is None:
             return
-        try:
-            whole = self._read(path, dict(fingerprint)) if path.exists() else 0
-            self._file = path.open(
-                "ab", buffering=0
-            )  # what could not be written must not be tried again at the end
-            self._file.truncate(whole)
-        except OSError as error:
-            raise InputError(f"--resume {path}: {error.strerror}") from error
-        if whole == 0:
-            self._append({"fingerprint": fingerprint})
+        with contextlib.ExitStack() as opened:
+            try:
+                # Unbuffered: what could not be written must not be tried again at the end.
+                self._file = opened.enter_context(path.open("ab", buffering=0))
+                opened.enter_context(locked(path, f"--resume {path}"))
+                whole = self._read(path, dict(fingerprint))
+                self._file.truncate(whole)
+            except OSError as error:
+                raise InputError(f"--resume {path}: {error.strerror}") from error
+            if whole == 0:
+                self._append({"fingerprint": fingerprint})
+            self._open = opened.pop_all()
 
     def _read(self, path: Path, fingerprint: dict[str, Any]) -> int:
         """Take the finished answers in; returns the length in bytes of the whole lines."""
@@ -141,8 +145,7 @@ class Results:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._open.close()
 
 
 def fingerprint(
