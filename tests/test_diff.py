@@ -44,7 +44,7 @@ def cells() -> list[CellNumbers]:
 def _phase(seed: int) -> PhaseNumbers:
     fields = dataclasses.fields(PhaseNumbers)
     made: dict[str, Any] = {
-        f.name: seed + i if f.type == "int" else seed / (i + 1) for i, f in enumerate(fields)
+        f.name: seed + i if str(f.type).startswith("int") else seed / (i + 1) for i, f in enumerate(fields)
     }
     return PhaseNumbers(**made)
 

@@ -11,6 +11,8 @@ import live  # noqa: F401  (skips where the engine is not installed)
 import pytest
 from tiny_models import make_model
 
+from simlab.record.gguf import SAMPLES
+
 MIB = 1 << 20
 CHILD = """
 import ctypes, json, mmap, os, sys
@@ -85,6 +87,8 @@ def test_memory_holds_the_budget_and_the_mapping_reads_no_expert(tmp_path: Path)
     assert found["grown"] <= allowed < found["expert_bytes"]
     assert found["resident"] <= found["budget"] + found["batch"]
     if found["io_mode"] == "direct" and found["expert_pages_before"] == 0:
-        assert found["expert_pages"] == 0
+        # The digest's samples, of two pages at most, and nothing else.
+        n_tensors = 8 * 3
+        assert found["expert_pages"] <= 2 * SAMPLES * n_tensors
     else:
         pytest.skip("this file system reads through the page cache; the memory bounds were checked")
