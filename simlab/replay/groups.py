@@ -13,9 +13,9 @@ from typing import Any
 
 from simlab.cells import effective_k
 from simlab.policy import find_eviction
-from simlab.replay.future import follows_router
+from simlab.replay.settings import follows_router
 from simlab.replay.run import Replayer, sweep
-from simlab.replay.shape import code_key
+from simlab.replay.settings import code_key
 from simlab.trace.store import Trace
 from simlab.types import Cell, CellNumbers
 
