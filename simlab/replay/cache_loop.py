@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from simlab.queues import Cache
-from simlab.replay.compiled import loop
+from simlab.replay.compiled import loop, pointer
 
 STATIC, DYNAMIC, QUEUE = range(3)
 POSITION, BATCH_POSITION, PASS_POSITION, COLDEST, NAN_ROW, N_VICTIMS, N_MEMBERS, N_NUMBERS = range(8)
@@ -48,7 +48,8 @@ def _push(s, lane, c, key, place, entry):
     """Put an entry's new key and last occurrence into the order of its cache."""
     keys, places, entries = lane.keys[c], lane.places[c], lane.entries[c]
     head, n = lane.heads[c], lane.counts[c]
-    if n == keys.shape[0]:
+    # What is out of date is cleared before it is most of what there is: a small array stays in a core's own cache.
+    if n - head > 2 * lane.n_held[c] + 64 or n == keys.shape[0]:
         m = 0
         for x in range(head, n):
             if lane.resident[entries[x]] and places[x] == lane.stamp[entries[x]]:
@@ -98,34 +99,41 @@ def _enter(s, lane, c, layer, entry):
     lane.resident[entry] = True
     lane.used[c] += lane.layer_bytes[layer]
     lane.n_in_layer[layer] += 1
-    n = lane.numbers[N_MEMBERS]
-    lane.members[n], lane.spot[entry] = entry, n
-    lane.numbers[N_MEMBERS] = n + 1
+    lane.n_held[c] += 1
+    if s.kind != STATIC:
+        n = lane.numbers[N_MEMBERS]
+        lane.members[n], lane.spot[entry] = entry, n
+        lane.numbers[N_MEMBERS] = n + 1
 
 
 @loop
 def _leave(s, lane, c, entry):
     """Let an entry go, and note that it went."""
-    layer = entry // s.n_expert
+    layer = lane.layer_of[entry]
     lane.resident[entry] = False
     if lane.marks[entry]:
         lane.marks[entry] = False
         lane.any_marks[0] -= 1
     lane.used[c] -= lane.layer_bytes[layer]
     lane.n_in_layer[layer] -= 1
-    n = lane.numbers[N_MEMBERS] - 1
-    last = lane.members[n]
-    lane.members[lane.spot[entry]], lane.spot[last] = last, lane.spot[entry]
-    lane.numbers[N_MEMBERS] = n
+    lane.n_held[c] -= 1
+    if s.kind != STATIC:
+        n = lane.numbers[N_MEMBERS] - 1
+        last = lane.members[n]
+        lane.members[lane.spot[entry]], lane.spot[last] = last, lane.spot[entry]
+        lane.numbers[N_MEMBERS] = n
     lane.victims[lane.numbers[N_VICTIMS]] = entry
     lane.numbers[N_VICTIMS] += 1
 
 
 @loop
 def _key_of(key, s, lane, entry, batch):
+    layer = np.int64(lane.layer_of[entry])
     return key(
-        lane.entry_state[entry], lane.stamp[entry], entry // s.n_expert, entry % s.n_expert,
-        lane.stamp[entry] >= lane.numbers[PASS_POSITION], lane.marks[entry], batch, lane.evict_knobs,
+        pointer(lane.entry_state, entry * lane.entry_state.shape[1]), lane.stamp[entry], layer,
+        entry - layer * s.n_expert,
+        lane.stamp[entry] >= lane.numbers[PASS_POSITION], lane.marks[entry], batch,
+        pointer(lane.evict_knobs, 0),
     )  # fmt: skip
 
 
@@ -215,7 +223,7 @@ def _evict_queue(close, s, lane, c, layer, limit, batch, hits):
         coldest = -1
         for i in range(lane.numbers[N_MEMBERS]):
             entry = lane.members[i]
-            mine = not s.per_layer or entry // s.n_expert == layer
+            mine = not s.per_layer or lane.layer_of[entry] == layer
             if lane.marks[entry] and mine and (coldest < 0 or lane.stamp[entry] < lane.stamp[coldest]):
                 coldest = entry
         if coldest < 0:
@@ -230,6 +238,6 @@ def _evict_queue(close, s, lane, c, layer, limit, batch, hits):
         batch, hits, lane.entry_state, lane.cache_state, lane.resident, numbers, lane.stamp, lane.layer_bytes,
         lane.older, lane.newer, lane.line, lane.held, lane.lengths, lane.going,
     )  # fmt: skip
-    close(cache, lane.evict_knobs)
+    close(cache, pointer(lane.evict_knobs, 0))
     for i in range(numbers[4]):
         _leave(s, lane, c, lane.going[i])

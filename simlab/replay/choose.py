@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from simlab.replay.compiled import loop
+from simlab.replay.compiled import loop, pointer
 
 ALL, BY_VALUE, BY_RANKING = range(3)
 """The order in which candidates are looked at: any, of falling value, of the router's ranking."""
@@ -109,7 +109,7 @@ def _ask(choose, s, rows, r, layer, of, expert, resident, own, facts, lane, stat
         rows.mass_before[r, expert] if s.route_mass else np.float32(0),
         np.float32(0),
         s.k, layer, top, span, n_resident, np.float32(0),
-        state, learned, lane.route_knobs,
+        state, pointer(learned, 0), pointer(lane.route_knobs, 0),
     )  # fmt: skip
     if value != value:
         value = np.float32(-np.inf)
@@ -141,9 +141,9 @@ def reroute(choose, update, s, rows, r, lane, resident, router, experts, room):
     top = rows.top[r] if s.route_scores else np.float32(0)
     span = rows.range[r] if s.route_scores else np.float32(0)
     facts = (top, span, n_resident)
-    state = lane.route_state[layer]
+    state = pointer(lane.route_state, layer * lane.route_state.shape[1])
     if s.route_update:
-        update(s.k, layer, top, span, n_resident, np.float32(0), state, lane.route_knobs)
+        update(s.k, layer, top, span, n_resident, np.float32(0), state, pointer(lane.route_knobs, 0))
     if n == 0 or s.k >= n_expert:
         return 0, 0
     own, learned = room.own, room.learned[: lane.route_learned_at.shape[0]]
@@ -285,9 +285,10 @@ def drop_slots(choose, update, s, rows, r, lane, resident, experts, weights, dro
     best = rows.top[r] if s.drop_scores else np.float32(0)
     span = rows.range[r] if s.drop_scores else np.float32(0)
     given = heaviest if s.drop_weights else np.float32(0)
-    state, learned = lane.drop_state[layer], room.learned[: lane.drop_learned_at.shape[0]]
+    state = pointer(lane.drop_state, layer * lane.drop_state.shape[1])
+    learned, knobs = room.learned[: lane.drop_learned_at.shape[0]], pointer(lane.drop_knobs, 0)
     if s.drop_update:
-        update(s.k, layer, best, span, n_resident, given, state, lane.drop_knobs)
+        update(s.k, layer, best, span, n_resident, given, state, knobs)
     if top < 0:
         return 0
     n = 0
@@ -310,7 +311,7 @@ def drop_slots(choose, update, s, rows, r, lane, resident, experts, weights, dro
             e, slot, resident[e] and s.drop_cache,
             weights[slot] if s.drop_weights else np.float32(0), np.float32(0), lighter,
             s.k, layer, best, span, n_resident, given,
-            state, learned, lane.drop_knobs,
+            state, pointer(learned, 0), knobs,
         )  # fmt: skip
         if flag:
             dropped[slot] = True

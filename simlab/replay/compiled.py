@@ -35,7 +35,8 @@ from simlab.types import EvictionPolicy, Knob, RoutingPolicy
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 f4, f8, i8, b1 = types.float32, types.float64, types.int64, types.boolean
-_FLOATS, _DOUBLES = types.Array(f4, 1, "C"), types.Array(f8, 1, "C")
+# Arrays by value would take seven words each, at every call.
+_FLOATS, _DOUBLES = types.CPointer(f4), types.CPointer(f8)
 CANDIDATE = (f4, i8, i8, b1, f4, f4, f4)
 """value, expert, rank, resident, weight, mass, lighter."""
 ROW = (i8, i8, f4, f4, i8, f4)
@@ -133,6 +134,57 @@ def _ref(_typing: Any, of: Any) -> Any:
 
 ref: Any = intrinsic(_ref)
 """A `Ref` to a NamedTuple, for as long as the function runs that asks for it."""
+
+
+def _pointer(_typing: Any, array: Any, index: Any) -> Any:
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        found = context.make_array(array)(context, builder, arguments[0])
+        return builder.gep(found.data, [arguments[1]])
+
+    return types.CPointer(array.dtype)(array, types.int64), generate
+
+
+pointer: Any = intrinsic(_pointer)
+"""Where an array's item of a number lies, of a contiguous array of any dimensions."""
+
+
+def _pin(_typing: Any, of: Any, address: Any) -> Any:
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        value, place = arguments
+        builder.store(value, builder.inttoptr(place, value.type.as_pointer()))
+        return place
+
+    return types.int64(of, types.int64), generate
+
+
+_store: Any = intrinsic(_pin)
+
+
+@loop
+def _store_at(of: Any, address: int) -> int:
+    return _store(of, address)
+
+
+class Pinned:
+    """A NamedTuple of arrays whose address stays, so that a call takes a number and not all of the arrays."""
+
+    def __init__(self, of: Any) -> None:
+        self._of = of
+        self._memory = np.zeros(16 * len(of) + 16, np.int64)
+        self.address = _store_at(of, self._memory.ctypes.data)
+
+
+def ref_at(example: Any) -> Any:
+    """What makes, in compiled code, a `Ref` of the address of a pinned tuple of the same types as `example`."""
+    of = numba.typeof(example)
+
+    def at(_typing: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], context.get_value_type(of).as_pointer())
+
+        return Ref(of)(address), generate
+
+    return intrinsic(at)
 
 
 # -- policies ------------------------------------------------------------------------------------------------

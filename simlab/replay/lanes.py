@@ -23,7 +23,7 @@ from simlab.types import EvictionPolicy, Knob, ResolvedBudget, RoutingPolicy, St
 NO_ROW = np.iinfo(np.int64).max
 """In `NAN_ROW`: no row so far."""
 KEPT = (
-    "numbers", "stamp", "resident", "marks", "any_marks", "missed", "used", "n_in_layer", "members", "spot", "keys",
+    "numbers", "stamp", "resident", "marks", "any_marks", "missed", "used", "n_in_layer", "n_held", "members", "spot", "keys",
     "places", "entries", "heads", "counts", "is_heap", "older", "newer", "line", "held", "lengths", "route_state",
     "drop_state", "entry_state", "cache_state", "last_run", "under_way", "counters", "sums", "read_ahead",
 )  # fmt: skip
@@ -162,7 +162,9 @@ def make_lane(
         limit=np.array(budget.layer_bytes if budget.per_layer else [budget.total_bytes], np.int64),
         largest=layer_bytes.copy() if budget.per_layer else layer_bytes.max(keepdims=True),
         layer_bytes=np.array(layer_bytes, np.int64),
+        layer_of=np.repeat(np.arange(n_layers, dtype=np.int32), n_expert),
         n_in_layer=np.zeros(n_layers, np.int64),
+        n_held=np.zeros(n_caches, np.int64),
         members=np.zeros(n, np.int64),
         spot=np.zeros(n, np.int64),
         keys=np.empty((n_orders, room)),

@@ -23,7 +23,7 @@ from simlab.replay.cache_loop import (
     close_batch,
 )
 from simlab.replay.choose import against_router, apply_weights, drop_slots, kept_weights, reroute
-from simlab.replay.compiled import loop, ref
+from simlab.replay.compiled import loop, pointer, ref
 
 
 class Functions(NamedTuple):
@@ -129,7 +129,9 @@ class Lane(NamedTuple):
     limit: Any
     largest: Any
     layer_bytes: Any
+    layer_of: Any
     n_in_layer: Any
+    n_held: Any
     members: Any
     spot: Any
     keys: Any
@@ -363,8 +365,9 @@ def look_up(touch, s, rows, r, lane, base, begin, end, n_batch, room):
                 if room.experts[other] == walked[slot] and not room.dropped[other]:
                     weight += room.kept[other]
             touch(
-                lane.entry_state[entry], place, first, first and lane.resident[entry], weight, rows.batch[r],
-                base // s.n_expert, walked[slot], following, its_batch, lane.evict_knobs,
+                pointer(lane.entry_state, entry * lane.entry_state.shape[1]), place, first, first and lane.resident[entry], weight, rows.batch[r],
+                base // s.n_expert, np.int64(walked[slot]), following, its_batch,
+                pointer(lane.evict_knobs, 0),
             )  # fmt: skip
         place += 1
     return n_batch
