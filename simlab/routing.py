@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from simlab.policy_check import attribute, policy_error
-from simlab.types import Access, Array, Candidate, Entry, EvictionPolicy, Knob, Row, Step
+from simlab.types import Access, Array, Candidate, Entry, EvictionPolicy, Knob, Policy, Row, Step
 
 _EXPERT_BITS = 16
 _LAST_ID = (1 << _EXPERT_BITS) - 1
@@ -76,9 +76,9 @@ def decide(
     policy, shape = step.policy, candidate.value.shape
     try:
         if policy.update is not None:
-            new = policy.update(row, tuple(state.values()), knobs)
-            state = {name: xp.asarray(x, dtype=xp.float32) for name, x in zip(state, new, strict=True)}
-        found = policy.function(candidate, row, tuple(state.values()), knobs)
+            new = policy.update(row, _in_order(policy, state), knobs)
+            state = {name: xp.asarray(x, dtype=xp.float32) for name, x in zip(policy.state, new, strict=True)}
+        found = policy.function(candidate, row, _in_order(policy, state), knobs)
         if policy.stage == "drop":
             return xp.broadcast_to(xp.asarray(found, dtype=bool), shape), state
         value = xp.asarray(found.value, dtype=xp.float32)
@@ -99,6 +99,11 @@ def first_state(state: Mapping[str, float], shape: tuple[int, ...]) -> dict[str,
     }
 
 
+def _in_order(policy: Policy, state: Mapping[str, Array]) -> tuple[Array, ...]:
+    """State as a policy takes it; JAX gives back mappings in another order."""
+    return tuple(state[name] for name in policy.state)
+
+
 def eviction_key(
     xp: Any, policy: EvictionPolicy, state: dict[str, Array], entry: Entry, knobs: SimpleNamespace
 ) -> Array:
@@ -108,7 +113,7 @@ def eviction_key(
         InputError: the policy failed, in one line that names it.
     """
     try:
-        key = xp.asarray(policy.function(entry, tuple(state.values()), knobs)).astype(xp.float64)
+        key = xp.asarray(policy.function(entry, _in_order(policy, state), knobs)).astype(xp.float64)
         key = xp.broadcast_to(key, entry.position.shape)
     except BaseException as error:
         raise policy_error(policy, error) from error
@@ -126,8 +131,8 @@ def touch_state(
     assert policy.touch is not None
     shape = access.expert.shape
     try:
-        new = policy.touch(tuple(state.values()), access, knobs)
-        return {n: xp.broadcast_to(xp.asarray(x), shape) for n, x in zip(state, new, strict=True)}
+        new = policy.touch(_in_order(policy, state), access, knobs)
+        return {n: xp.broadcast_to(xp.asarray(x), shape) for n, x in zip(policy.state, new, strict=True)}
     except BaseException as error:
         raise policy_error(policy, error) from error
 
