@@ -15,7 +15,19 @@ to. The batch's own entries are passed over, and a list without others yields to
 
 from simlab.policy import queue
 from simlab.queues import (
-    NONE, append, capacity, evict, held, line_of, oldest, oldest_other, over, remove, scalar, set_scalar, size,
+    NONE,
+    append,
+    capacity,
+    evict,
+    held,
+    line_of,
+    oldest,
+    oldest_other,
+    over,
+    remove,
+    scalar,
+    set_scalar,
+    size,
 )  # fmt: skip
 
 _T1, _T2, _B1, _B2 = 0, 1, 2, 3

@@ -8,7 +8,20 @@ project's, since the originals handle one access at a time.
 
 from simlab.policy import queue
 from simlab.queues import (
-    NONE, after, append, capacity, count, evict, held, is_own, line_of, oldest, oldest_other, over, remove, scalar,
+    NONE,
+    after,
+    append,
+    capacity,
+    count,
+    evict,
+    held,
+    is_own,
+    line_of,
+    oldest,
+    oldest_other,
+    over,
+    remove,
+    scalar,
     set_scalar,
 )  # fmt: skip
 
@@ -38,7 +51,9 @@ def clock(cache, knobs):
             append(cache, _LINE, entry)
 
 
-@queue(state={"used": 0}, scalars={"hand": -1}, source="Zhang and others, NSDI 2024, SIEVE is simpler than LRU")
+@queue(
+    state={"used": 0}, scalars={"hand": -1}, source="Zhang and others, NSDI 2024, SIEVE is simpler than LRU"
+)
 def sieve(cache, knobs):
     """SIEVE: a hand goes from old to new, takes marks off and evicts the first entry without one; nothing moves."""
     own = 0

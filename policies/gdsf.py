@@ -11,7 +11,20 @@ agree: one use of the largest entry counts 2^20. Equal worths go by recency.
 """
 
 from simlab.policy import queue
-from simlab.queues import NONE, after, append, evict, is_own, largest, oldest, over, remove, scalar, set_scalar, size
+from simlab.queues import (
+    NONE,
+    after,
+    append,
+    evict,
+    is_own,
+    largest,
+    oldest,
+    over,
+    remove,
+    scalar,
+    set_scalar,
+    size,
+)
 from simlab.xp import helper
 
 _LINE = 0

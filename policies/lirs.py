@@ -9,15 +9,28 @@ What this project decided, since the paper handles one access at a time in a cac
 bytes; Q has the share `hir` of the budget, at least room for the largest entry; a batch's entries go to the top
 of S in the order of their last occurrence, and those that S held become LIR together; the least recent LIR
 entries beyond the LIR share go to the end of Q, behind the batch's own HIR entries, and out of S; as long as the
-LIR share is not full, new entries that fit it become LIR. The batch's own entries are passed over, and when Q
-has no others the least recent LIR entry leaves.  The paper does not bound S; here what it remembers of entries that left is bounded by `ghosts`, the least
-recent forgotten first.
+LIR share is not full, new entries that fit it become LIR. The batch's own entries are passed over, and when Q has
+no others the least recent LIR entry leaves. The paper does not bound S; here what it remembers of entries that left
+is bounded by `ghosts`, the least recent forgotten first.
 """
 
 from simlab.policy import queue
 from simlab.queues import (
-    NONE, after, append, capacity, evict, is_own, largest, line_of, oldest, oldest_other, over, remove, scalar,
-    set_scalar, share,
+    NONE,
+    after,
+    append,
+    capacity,
+    evict,
+    is_own,
+    largest,
+    line_of,
+    oldest,
+    oldest_other,
+    over,
+    remove,
+    scalar,
+    set_scalar,
+    share,
     size,
 )  # fmt: skip
 from simlab.types import Knob

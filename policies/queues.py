@@ -13,7 +13,17 @@ is left yields to the other.
 
 from simlab.policy import queue
 from simlab.queues import (
-    NONE, append, evict, held, line_of, oldest, oldest_other, over, remove, share, size,
+    NONE,
+    append,
+    evict,
+    held,
+    line_of,
+    oldest,
+    oldest_other,
+    over,
+    remove,
+    share,
+    size,
 )  # fmt: skip
 from simlab.types import Knob
 
@@ -78,7 +88,7 @@ def s3fifo(cache, knobs):
     new = 0
     for entry in cache.batch:
         line = line_of(cache, entry)
-        if line == _FIRST or line == _MAIN:  # noqa: PLR1714 - numba compiles it to two comparisons
+        if line in (_FIRST, _MAIN):
             cache.state[entry, 0] = min(cache.state[entry, 0] + 1, _MOST_USES)
             continue
         cache.state[entry, 0] = 0

@@ -14,8 +14,21 @@ entries are no candidates and no victims.
 
 from simlab.policy import queue
 from simlab.queues import (
-    NONE, append, capacity, entries, evict, held, line_of, oldest, oldest_other, over, remove, scalar, set_scalar,
-    share, size,
+    NONE,
+    append,
+    capacity,
+    entries,
+    evict,
+    held,
+    line_of,
+    oldest,
+    oldest_other,
+    over,
+    remove,
+    scalar,
+    set_scalar,
+    share,
+    size,
 )  # fmt: skip
 from simlab.types import Knob
 

@@ -104,7 +104,9 @@ def _try_routing(policy: RoutingPolicy) -> None:
 
     knobs = knob_values(policy.knobs, {})
     if policy.stage == "width":
-        _check_value(policy, "the k it returns", policy.function(np.int32(2), knobs), "iu", "a whole number", ())
+        _check_value(
+            policy, "the k it returns", policy.function(np.int32(2), knobs), "iu", "a whole number", ()
+        )
         return
 
     def column(need: str | None, values: Any, dtype: Any) -> Any:
@@ -170,7 +172,9 @@ def _try_eviction(policy: EvictionPolicy) -> None:
     _check_value(policy, "the key it returns", key, "iuf", "a number", (4,))
     if policy.kind == "static":
         later = Entry(position, np.int32(0), expert, ~none, ~none, batch + 40)
-        if not np.array_equal(np.broadcast_to(key, (4,)), np.broadcast_to(policy.function(later, state, knobs), (4,))):
+        if not np.array_equal(
+            np.broadcast_to(key, (4,)), np.broadcast_to(policy.function(later, state, knobs), (4,))
+        ):
             raise _bad(policy, "is declared static, but its key changes with entry.batch; declare it dynamic")
 
 

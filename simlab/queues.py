@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from numba import njit as _njit
 
-_tool = _njit(error_model="numpy", _nrt=False)
+_HOW: Any = {"error_model": "numpy", "_nrt": False}
+_tool = _njit(**_HOW)
 
 CHAINS, LINES = 2, 16
 _LINES_OF_CHAIN = LINES // CHAINS

@@ -55,7 +55,7 @@ class Learned(NamedTuple):
 
 
 class LearnedValues(SimpleNamespace):
-    """What a policy learned about a candidate, float32, by name; per pair, about the slot's expert and the candidate."""
+    """What a policy learned about a candidate, float32, by name; per pair, also about the slot's expert."""
 
 
 class Candidate(NamedTuple):

@@ -1,4 +1,4 @@
-"""Counts of every built-in policy as they were before the replay engines were replaced; `python tests/golden.py` prints them.
+"""Counts of every built-in policy as they were before the replay loop; `python tests/golden.py` prints them.
 
 They are exact: a change of any of them is a change of behaviour.
 """

@@ -10,7 +10,7 @@ import functools
 import math
 from fractions import Fraction
 
-from reference_eviction import Close, Entry, Evicter, by_position, hashed, taken
+from reference_eviction import Close, Entry, Evicter, by_position, taken
 
 
 def total(entries: list[Entry], c: Close) -> int:

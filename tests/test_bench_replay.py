@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
 import sys
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from synthetic import from_batches, generate, make_header, raw_logits

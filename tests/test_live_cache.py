@@ -48,7 +48,9 @@ def test_a_cache_evicts_the_least_recent_down_to_its_budget(first, later, walks)
         walk = np.array(rows, dtype=np.int32)
         outcome = cache.run_batch(layer, walk, None, np.ones(walk.shape, dtype=np.float32))
         own = {(layer, e) for e in walk.ravel().tolist() if e >= 0}
-        assert outcome.misses == list(dict.fromkeys(e for e in walk.ravel().tolist() if e >= 0 and (layer, e) not in order))
+        assert outcome.misses == list(
+            dict.fromkeys(e for e in walk.ravel().tolist() if e >= 0 and (layer, e) not in order)
+        )
         assert outcome.lookups == outcome.hits + len(outcome.misses) == len(own)
         for e in walk.ravel().tolist():
             if e >= 0 and not budget.off:

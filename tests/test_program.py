@@ -12,7 +12,6 @@ import textwrap
 from collections import OrderedDict
 
 import jax
-import numpy as np
 import polars as pl
 import pytest
 from synthetic import generate, make_header
@@ -20,9 +19,9 @@ from synthetic import generate, make_header
 import simlab.policy
 import simlab.types
 from simlab.cells import build_cells
+from simlab.errors import InputError
 from simlab.policy import eviction
 from simlab.replay import programs
-from simlab.errors import InputError
 from simlab.replay.kernel import program
 from simlab.replay.run import Replayer, sweep
 from simlab.replay.scan_lanes import CHUNK_ROWS

@@ -9,9 +9,9 @@ from reference import ReferenceCell, reference_replay
 from synthetic import Synthetic, make_header
 
 from simlab.cells import build_cells
-from simlab.xp import rounded
 from simlab.replay.slots import replay_slots
 from simlab.types import WeightRule
+from simlab.xp import rounded
 
 f32 = np.float32
 SOFTMAX_OF_PICKS = WeightRule(softmax_over_selected=True, normalise=False)

@@ -54,7 +54,10 @@ CHOICE = "return Rerank(candidate.value, 0, True)"
 BAD_ROUTES = {
     "raises": (rerank_of("return Rerank(candidate.valu, 0, True)"), "line 8: raised AttributeError"),
     "wrong shape": (rerank_of("return Rerank(candidate.value[:2], 0, True)"), r"has shape \(2,\)"),
-    "branches": (rerank_of(f"if candidate.value > 1:\n        {CHOICE}\n    {CHOICE}"), "branches on a value"),
+    "branches": (
+        rerank_of(f"if candidate.value > 1:\n        {CHOICE}\n    {CHOICE}"),
+        "branches on a value",
+    ),
     "nothing": (rerank_of("pass"), r"must return Rerank\(value, tier, active\), not None"),
     "xp": (
         '@routing("rerank")\ndef mine(xp, candidates, row, state, knobs):\n    pass\n',
@@ -67,24 +70,34 @@ BAD_ROUTES = {
     "stage": (rerank_of(CHOICE, '"rerun"'), "stage 'rerun' must be one of width, rerank, swap, drop"),
     "no parentheses": (rerank_of(CHOICE).replace('("rerank", needs={"scores"})', ""), "write @routing"),
     "state without update": (
-        rerank_of(CHOICE, '"rerank", state={"seen": 0}'), "update says how state changes; give both or neither"
+        rerank_of(CHOICE, '"rerank", state={"seen": 0}'),
+        "update says how state changes; give both or neither",
     ),
     "missing state": (
-        UPDATE.replace("(state[0] + 1,)", "()") + rerank_of(CHOICE, '"rerank", state={"seen": 0}, update=update'),
+        UPDATE.replace("(state[0] + 1,)", "()")
+        + rerank_of(CHOICE, '"rerank", state={"seen": 0}, update=update'),
         r"must be a tuple of what it declared \(seen\), not a tuple of 0",
     ),
     "knob": (rerank_of(CHOICE, '"rerank", knobs={"a": 3}'), "knob a must be a Knob"),
     "knob range": (rerank_of(CHOICE, '"rerank", knobs={"a": Knob(3, 0, 1)}'), "low <= default <= high"),
     "knobs": (rerank_of(CHOICE, '"rerank", knobs=[Knob(3, 0, 1)]'), "knobs must be a mapping"),
-    "float tier": (rerank_of("return Rerank(candidate.value, 0.5, True)"), "tier must be whole numbers, not float64"),
+    "float tier": (
+        rerank_of("return Rerank(candidate.value, 0.5, True)"),
+        "tier must be whole numbers, not float64",
+    ),
     "active per candidate": (
-        rerank_of("return Rerank(candidate.value, 0, candidate.resident)"), "Rerank.active has shape"
+        rerank_of("return Rerank(candidate.value, 0, candidate.resident)"),
+        "Rerank.active has shape",
     ),
     "float active": (
-        rerank_of("return Rerank(candidate.value, 0, row.range)"), "must be bool, one per row, not float32"
+        rerank_of("return Rerank(candidate.value, 0, row.range)"),
+        "must be bool, one per row, not float32",
     ),
     "float drop": (rerank_of("return candidate.weight", '"drop"'), "must be bool, not float32"),
-    "swap as a rerank": (rerank_of(CHOICE, '"swap"'), r"must return Swap\(replace, value, active\), not a Rerank"),
+    "swap as a rerank": (
+        rerank_of(CHOICE, '"swap"'),
+        r"must return Swap\(replace, value, active\), not a Rerank",
+    ),
     "not ordered": (
         rerank_of("return Rerank(-candidate.value, 0, True)", '"rerank", needs={"scores"}, ordered=True'),
         "is declared ordered, but puts the lower of two scores first",
@@ -138,7 +151,9 @@ BAD_ROUTES = {
     "syntax": ("def mine(:\n", "SyntaxError.*line 6"),
     "no policy": ("x = 1\n", "holds no policy"),
     "unknown knob": (
-        rerank_of("return Rerank(candidate.value * knobs.b, 0, True)", '"rerank", knobs={"a": Knob(1, 0, 2)}'),
+        rerank_of(
+            "return Rerank(candidate.value * knobs.b, 0, True)", '"rerank", knobs={"a": Knob(1, 0, 2)}'
+        ),
         "line 8: asks for knob 'b', which it does not declare; it declares a",
     ),
     "in place": (
@@ -162,10 +177,12 @@ BAD_EVICTIONS = {
     "arity": ('@eviction("static")\ndef mine(entry):\n    return 0\n', "entry, state, knobs"),
     "kind": (evict_of("return entry.batch", '"queue"'), "kind 'queue' must be static or dynamic"),
     "not static": (
-        evict_of("return entry.batch - entry.position", '"static"'), "is declared static, but its key changes"
+        evict_of("return entry.batch - entry.position", '"static"'),
+        "is declared static, but its key changes",
     ),
     "touch's arity": (
-        evict_of("return entry.batch", '"dynamic", touch=lambda a: ()'), "touch must be a function that takes"
+        evict_of("return entry.batch", '"dynamic", touch=lambda a: ()'),
+        "touch must be a function that takes",
     ),
     "touch's state": (
         evict_of("return state[0]", COUNTING).replace("(state[0] + access.first,)", "()"),
@@ -176,12 +193,17 @@ BAD_EVICTIONS = {
         "declared .* not None",
     ),
     "not compiled": (
-        evict_of("return np.partition(entry.position, 1)"), "cannot be compiled; compute with operators"
+        evict_of("return np.partition(entry.position, 1)"),
+        "cannot be compiled; compute with operators",
     ),
     "queue not compiled": (
-        "@queue()\ndef mine(cache, knobs):\n    cache.nothing()\n", "policy mine@.*my_bad.py: line 8: cannot be compiled"
+        "@queue()\ndef mine(cache, knobs):\n    cache.nothing()\n",
+        "policy mine@.*my_bad.py: line 8: cannot be compiled",
     ),
-    "no parentheses": (evict_of("return entry.batch").replace('@eviction("dynamic")', "@eviction"), "write @eviction"),
+    "no parentheses": (
+        evict_of("return entry.batch").replace('@eviction("dynamic")', "@eviction"),
+        "write @eviction",
+    ),
 }
 
 BAD = [("--route", name, *rest) for name, rest in BAD_ROUTES.items()]

@@ -112,7 +112,12 @@ class LiveCache:
     def insert_speculative(self, layer: int, experts: list[int]) -> None:
         """Make entries resident at the least recent end, before the layer's batch is judged."""
         _bring_in(
-            self._functions, self._stage.setting, self._lane, layer, np.array(experts, dtype=np.int64), self._number
+            self._functions,
+            self._stage.setting,
+            self._lane,
+            layer,
+            np.array(experts, dtype=np.int64),
+            self._number,
         )
 
     def run_batch(

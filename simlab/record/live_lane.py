@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from simlab.policy import find_eviction
 from simlab.replay.cache_loop import BATCH_POSITION, PASS_POSITION, POSITION, close_batch
 from simlab.replay.choose import drop_slots, kept_weights, reroute
 from simlab.replay.compiled import Pinned, loop, no_choice, no_close, no_key, no_touch, no_update, ref_at
 from simlab.replay.lanes import as_rows, make_lane, setting_of
 from simlab.replay.loop import Functions, Lane, Room, Rows, Setting, look_up, make_room
-from simlab.policy import find_eviction
 from simlab.types import ResolvedBudget
 
 
@@ -33,10 +33,25 @@ def empty_rows(n_expert: int, k: int) -> Rows:
 def _example() -> tuple[Functions, Setting, Rows, Lane, Room]:
     budget, lru, sizes = ResolvedBudget(1, (1,), per_layer=False), find_eviction("lru"), np.ones(1, np.int64)
     setting = setting_of(
-        (), lru, budget, n_expert=1, k=1, n_used=1, scores=True, weights=None, weight_rule=None, sequential=True
+        (),
+        lru,
+        budget,
+        n_expert=1,
+        k=1,
+        n_used=1,
+        scores=True,
+        weights=None,
+        weight_rule=None,
+        sequential=True,
     )
     functions = Functions(no_choice, no_update, no_choice, no_update, no_touch, no_key, no_close)
-    return functions, setting, empty_rows(1, 1), make_lane(setting, (), lru, {}, budget, sizes, {}), make_room(setting)
+    return (
+        functions,
+        setting,
+        empty_rows(1, 1),
+        make_lane(setting, (), lru, {}, budget, sizes, {}),
+        make_room(setting),
+    )
 
 
 _FUNCTIONS, _SETTING, _ROWS, _LANE, _ROOM = map(ref_at, _example())
@@ -53,7 +68,7 @@ class Stage:
 
 @loop
 def fill_row(rows_at: int, scores: Any, wide: Any, is_log: bool) -> None:
-    """A row's ranking values and what is known of them: `wide` float64 holds their logarithms, if that is what they are.
+    """A row's ranking values and what is known of them; `wide` float64 holds their logarithms, if they are some.
 
     The same numbers as `simlab.scores` gives.
     """
@@ -86,7 +101,15 @@ def reroute_row(addresses: Any, layer: int, resident: Any, router: Any, experts:
 
 @loop
 def drop_row(
-    addresses: Any, layer: int, decode: bool, resident: Any, experts: Any, weights: Any, dropped: Any, walk: Any, applied: Any
+    addresses: Any,
+    layer: int,
+    decode: bool,
+    resident: Any,
+    experts: Any,
+    weights: Any,
+    dropped: Any,
+    walk: Any,
+    applied: Any,
 ) -> int:
     """`choose.drop_slots` of the filled row: `dropped`, `walk`, `applied` `[K]`; how many, -1 where a weight is NaN."""
     functions, s, rows = _FUNCTIONS(addresses[0]), _SETTING(addresses[1]), _ROWS(addresses[2])
@@ -104,7 +127,15 @@ def drop_row(
 
 @loop
 def run_batch(
-    addresses: Any, layer: int, begins: bool, number: int, walk: Any, dropped: Any, weights: Any, misses: Any, charged: Any
+    addresses: Any,
+    layer: int,
+    begins: bool,
+    number: int,
+    walk: Any,
+    dropped: Any,
+    weights: Any,
+    misses: Any,
+    charged: Any,
 ) -> Any:
     """Look a batch up, insert and evict.
 

@@ -67,7 +67,9 @@ class LiveRoute:
         needs = rerank.policy.needs if rerank is not None else frozenset[str]()
         if rerank is not None and "mass" in needs and gating is None:
             raise RunError(f"{rerank.policy.name} needs the router's gating, which is not known here")
-        self._gating, self._space, self._rule, self._needs = gating, space, weight_rule, needs
+        self._gating: Gating | None = gating
+        self._space: ScoreSpace = space
+        self._rule, self._needs = weight_rule, needs
         self.reranks = rerank is not None and n_expert > k and not rerank.policy.is_builtin("original")
         """Whether a rerank or swap policy may change a row; the router's own picks need no deciding."""
         self.drops = drop is not None
@@ -133,7 +135,15 @@ class LiveRoute:
             if self.drops_by_score:
                 self._fill(scores[i])
             n = drop_row(
-                self._stage.addresses, layer, decode, resident, experts[i], weights[i], dropped[i], walk[i], applied[i]
+                self._stage.addresses,
+                layer,
+                decode,
+                resident,
+                experts[i],
+                weights[i],
+                dropped[i],
+                walk[i],
+                applied[i],
             )
             if n < 0:
                 raise RunError(f"a routing weight is NaN; {self._drop_name} cannot decide on it")

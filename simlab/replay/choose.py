@@ -153,9 +153,13 @@ def reroute(choose, update, s, rows, r, lane, resident, router, experts, room):
             if router[slot] >= 0:
                 own[router[slot]] += room.weights[slot]
     if s.reroute == SWAP:
-        found = _swap(choose, s, rows, r, layer, resident, router, experts, own, facts, lane, state, learned, n, room)
+        found = _swap(
+            choose, s, rows, r, layer, resident, router, experts, own, facts, lane, state, learned, n, room
+        )
     else:
-        found = _rerank(choose, s, rows, r, layer, resident, router, experts, own, facts, lane, state, learned, n, room)
+        found = _rerank(
+            choose, s, rows, r, layer, resident, router, experts, own, facts, lane, state, learned, n, room
+        )
     if s.route_weights:
         for slot in range(n_slots):
             if router[slot] >= 0:
@@ -176,7 +180,9 @@ def _rerank(choose, s, rows, r, layer, resident, router, experts, own, facts, la
         return 0, 0
     if s.order == ALL:
         for e in range(n_expert):
-            value, tier, _ = _ask(choose, s, rows, r, layer, e, e, resident[e], own, facts, lane, state, learned)
+            value, tier, _ = _ask(
+                choose, s, rows, r, layer, e, e, resident[e], own, facts, lane, state, learned
+            )
             n_best = _insert(best, n_best, size, tier, value, e)
     else:
         seeded = s.route_rank or s.route_mass or s.route_weights
@@ -211,9 +217,12 @@ def _rerank(choose, s, rows, r, layer, resident, router, experts, own, facts, la
                         ):
                             break
                 continue
-            value, tier, _ = _ask(choose, s, rows, r, layer, e, e, resident[e], own, facts, lane, state, learned)
+            value, tier, _ = _ask(
+                choose, s, rows, r, layer, e, e, resident[e], own, facts, lane, state, learned
+            )
             if n_best == size and (
-                tier < room.tiers[size - 1] or (tier == room.tiers[size - 1] and value < room.values[size - 1])
+                tier < room.tiers[size - 1]
+                or (tier == room.tiers[size - 1] and value < room.values[size - 1])
             ):
                 # All further ones of its kind rank no higher.
                 if resident[e]:
@@ -241,7 +250,9 @@ def _swap(choose, s, rows, r, layer, resident, router, experts, own, facts, lane
         of = np.int64(router[slot])
         if of < 0:
             continue
-        _, flag, active = _ask(choose, s, rows, r, layer, of, of, resident[of], own, facts, lane, state, learned)
+        _, flag, active = _ask(
+            choose, s, rows, r, layer, of, of, resident[of], own, facts, lane, state, learned
+        )
         if not active:
             return 0, 0
         if not flag:
@@ -302,7 +313,9 @@ def drop_slots(choose, update, s, rows, r, lane, resident, experts, weights, dro
         if s.drop_lighter:
             total = 0.0
             for other in range(n_slots):
-                is_lighter = weights[other] < weights[slot] or (weights[other] == weights[slot] and slot <= other)
+                is_lighter = weights[other] < weights[slot] or (
+                    weights[other] == weights[slot] and slot <= other
+                )
                 if experts[other] >= 0 and is_lighter and weights[other] > 0:
                     total += np.float64(weights[other])
             lighter = np.float32(total)

@@ -163,7 +163,16 @@ class TraceColumns:
         cut = slice(start, stop)
         columns: dict[str, NDArray[Any]] = {
             name: getattr(self, name)[cut]
-            for name in ("layer", "decode", "counted", "batch", "batch_start", "batch_end", "pass_start", "router_k")
+            for name in (
+                "layer",
+                "decode",
+                "counted",
+                "batch",
+                "batch_start",
+                "batch_end",
+                "pass_start",
+                "router_k",
+            )
         }
         columns["valid"] = np.ones(stop - start, bool)
         columns["row"] = np.arange(start, stop, dtype=np.int64)
@@ -204,7 +213,7 @@ class TraceColumns:
             "mass": router_mass(scores, header.gating),
             "regret": _in_ranges(values, statistics.bottom, statistics.top, statistics.range),
         }
-        columns["finite"] = np.isfinite(values).all(axis=1)
+        columns["finite"] = np.asarray(np.isfinite(values).all(axis=1))
         if needs.order:
             columns["order"] = sorted_scores(values)[0].astype(np.uint16)
         if needs.rank or needs.ranking or needs.mass_before or needs.n_slots > self.trace.width:

@@ -23,6 +23,7 @@ import numpy as np
 from llvmlite import ir
 from numba import config, njit, types
 from numba.core import cgutils
+from numba.core.errors import NumbaError
 from numba.core.typing.templates import AttributeTemplate
 from numba.extending import infer_getattr, intrinsic, lower_getattr_generic, models, register_model
 
@@ -52,8 +53,7 @@ KEY = f8(_DOUBLES, i8, i8, i8, b1, b1, i8, _DOUBLES)
 _INT64S, _BOOLS = types.Array(i8, 1, "C"), types.Array(b1, 1, "C")
 _TABLE, _TABLES = types.Array(i8, 2, "C"), types.Array(f8, 2, "C")
 CACHE = types.NamedTuple(
-    (_INT64S, _BOOLS, _TABLES, _TABLES, _BOOLS, _INT64S, _INT64S, _INT64S, _TABLE, _TABLE, _TABLE, _TABLE, _TABLE)
-    + (_INT64S,),
+    (_INT64S, _BOOLS, _TABLES, _TABLES, _BOOLS, *[_INT64S] * 3, *[_TABLE] * 5, _INT64S),
     Cache,
 )
 CLOSE = types.void(CACHE, _DOUBLES)
@@ -86,13 +86,16 @@ def cache_folder() -> Path:
     return base / _digest(code)
 
 
-config.CACHE_DIR = str(cache_folder())
+setattr(config, "CACHE_DIR", str(cache_folder()))  # noqa: B010 - numba declares none of its settings
+
+
+_HOW: Any = {"cache": True, "nogil": True, "error_model": "numpy", "_nrt": False}
 
 
 def loop(function: Function) -> Function:
     """`function`, compiled by numba when it is first called, without Python's lock, and kept on disk."""
     # Arrays are the caller's all the way down: counting references to them would cost more than the work.
-    compiled: Any = njit(cache=True, nogil=True, error_model="numpy", _nrt=False)(function)
+    compiled: Any = njit(**_HOW)(function)
     return compiled
 
 
@@ -189,7 +192,7 @@ def ref_at(example: Any) -> Any:
 
 # -- policies ------------------------------------------------------------------------------------------------
 
-_HEAD = '''
+_HEAD = """
 from collections import namedtuple
 from numba import cfunc, njit
 from numpy import float32 as f4, float64 as f8, int64 as i8
@@ -200,39 +203,39 @@ Knobs = namedtuple("Knobs", {knobs!r}, module=__name__)
 Learned = namedtuple("Learned", {learned!r}, module=__name__)
 decide = njit(error_model="numpy", _nrt=False)(function)
 change = njit(error_model="numpy", _nrt=False)(other)
-'''
-_CHOOSE = '''
+"""
+_CHOOSE = """
 @cfunc(compiled.CHOOSE, cache=True, error_model="numpy", _nrt=False)
 def first(value, expert, rank, resident, weight, mass, lighter, k, layer, top, range, n_resident, heaviest,
           state, learned, knobs):
     candidate = Candidate(value, expert, rank, resident, weight, mass, lighter, Learned({learned}))
     found = decide(candidate, Row(k, layer, top, range, n_resident, heaviest), ({state}), Knobs({knobs}))
     return {returned}
-'''
-_UPDATE = '''
+"""
+_UPDATE = """
 @cfunc(compiled.UPDATE, cache=True, error_model="numpy", _nrt=False)
 def second(k, layer, top, range, n_resident, heaviest, state, knobs):
     found = change(Row(k, layer, top, range, n_resident, heaviest), ({state}), Knobs({knobs}))
 {stored}
-'''
-_KEY = '''
+"""
+_KEY = """
 @cfunc(compiled.KEY, cache=True, error_model="numpy", _nrt=False)
 def first(state, position, layer, expert, in_pass, speculative, batch, knobs):
     key = f8(decide(Entry(position, layer, expert, in_pass, speculative, batch), ({state}), Knobs({knobs})))
     return LOWEST if key != key else key
-'''
-_TOUCH = '''
+"""
+_TOUCH = """
 @cfunc(compiled.TOUCH, cache=True, error_model="numpy", _nrt=False)
 def second(state, position, first, hit, weight, batch, layer, expert, next_position, next_batch, knobs):
     access = Access(position, first, hit, weight, batch, layer, expert, next_position, next_batch)
     found = change(({state}), access, Knobs({knobs}))
 {stored}
-'''
-_CLOSE = '''
+"""
+_CLOSE = """
 @cfunc(compiled.CLOSE, cache=True, error_model="numpy", _nrt=False)
 def first(cache, knobs):
     decide(cache, Knobs({knobs}))
-'''
+"""
 _RETURNED = {
     "rerank": "f4(found.value), i8(found.tier), bool(found.active)",
     "swap": "f4(found.value), i8(found.replace), bool(found.active)",
@@ -255,7 +258,8 @@ def routing_pointers(policy: RoutingPolicy) -> tuple[Any, Any]:
 def eviction_pointers(policy: EvictionPolicy) -> tuple[Any, Any]:
     """What gives an entry's key (`KEY`) or closes a batch (`CLOSE`), and what touches state (`TOUCH`, or None)."""
     state = "".join(
-        f"{'i8' if isinstance(first, int) else 'f8'}(state[{i}]), " for i, first in enumerate(policy.state.values())
+        f"{'i8' if isinstance(first, int) else 'f8'}(state[{i}]), "
+        for i, first in enumerate(policy.state.values())
     )
     text = _HEAD.format(knobs=_names(policy.knobs), learned=[])
     words = {"state": state, "knobs": _knobs(policy.knobs)}
@@ -295,7 +299,7 @@ def _pointers(policy: Any, text: str, function: Any, other: Any) -> tuple[Any, A
         found |= {"function": function, "other": other or (lambda: 0), "__file__": str(path)}
         try:
             exec(compile(text, str(path), "exec"), found)
-        except numba.core.errors.NumbaError as error:
+        except NumbaError as error:
             raise InputError(f"policy {policy.name}: {_reason(error, function, other)}") from error
         _POINTERS[name] = found["first"], found.get("second")
     return _POINTERS[name]
@@ -310,7 +314,7 @@ def _code_digest(*parts: Any) -> str:
         elif part is not None:
             found.update(repr(_code(part.__code__)).encode())
             folder = Path(part.__code__.co_filename).parent
-            beside = [m.__file__ for m in list(sys.modules.values()) if getattr(m, "__file__", None)]
+            beside = [getattr(m, "__file__", None) or "" for m in list(sys.modules.values())]
             for file in sorted({Path(f) for f in beside if Path(f).parent == folder and f.endswith(".py")}):
                 found.update(file.read_bytes())
     return found.hexdigest()[:16]

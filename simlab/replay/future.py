@@ -73,7 +73,13 @@ def router_walk(columns: TraceColumns, k: int, has_scores: bool) -> NDArray[np.i
 
 def given_columns(detail: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     """A first pass's routing, every row in full, as the columns a second pass stands on."""
-    names = {"router_expert": "router", "expert": "expert", "walk": "walk", "dropped": "dropped", "weight": "weight"}
+    names = {
+        "router_expert": "router",
+        "expert": "expert",
+        "walk": "walk",
+        "dropped": "dropped",
+        "weight": "weight",
+    }
     columns = {f"given_{short}": detail[name] for name, short in names.items()}
     places = [COUNTERS.index("reranked"), COUNTERS.index("substituted")]
     return columns | {"given_counts": detail["counters"][:, places].astype(np.int32)}

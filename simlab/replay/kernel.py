@@ -31,8 +31,8 @@ from simlab.replay.shape import (
     in_phase,
     put,
 )
-from simlab.replay.tally import COUNTERS
 from simlab.replay.speculation import count_useful, first_look_ahead, issue, read_ahead
+from simlab.replay.tally import COUNTERS
 from simlab.routing import first_state, touch_state
 from simlab.types import Access, Array
 from simlab.xp import rounded

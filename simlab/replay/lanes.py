@@ -15,7 +15,15 @@ from simlab.queues import CHAINS, LINES, NONE
 from simlab.replay import compiled
 from simlab.replay.cache_loop import COLDEST, DYNAMIC, N_NUMBERS, NAN_ROW, QUEUE, STATIC
 from simlab.replay.choose import (
-    ALL, BY_RANKING, BY_VALUE, FROM_SCORES, NO_REROUTE, NO_WEIGHTS, RECORDED, RERANK, SWAP,
+    ALL,
+    BY_RANKING,
+    BY_VALUE,
+    FROM_SCORES,
+    NO_REROUTE,
+    NO_WEIGHTS,
+    RECORDED,
+    RERANK,
+    SWAP,
 )  # fmt: skip
 from simlab.replay.loop import Detail, Functions, Lane, Rows, Setting
 from simlab.types import EvictionPolicy, Knob, ResolvedBudget, RoutingPolicy, Step, WeightRule
@@ -23,8 +31,8 @@ from simlab.types import EvictionPolicy, Knob, ResolvedBudget, RoutingPolicy, St
 NO_ROW = np.iinfo(np.int64).max
 """In `NAN_ROW`: no row so far."""
 KEPT = (
-    "numbers", "stamp", "resident", "marks", "any_marks", "missed", "used", "n_in_layer", "n_held", "members", "spot", "keys",
-    "places", "entries", "heads", "counts", "is_heap", "older", "newer", "line", "held", "lengths", "route_state",
+    "numbers", "stamp", "resident", "marks", "any_marks", "missed", "used", "n_in_layer", "n_held", "members",
+    "spot", "keys", "places", "entries", "heads", "counts", "is_heap", "older", "newer", "line", "held", "lengths", "route_state",
     "drop_state", "entry_state", "cache_state", "last_run", "under_way", "counters", "sums", "read_ahead",
 )  # fmt: skip
 """What of a lane changes as it walks, between batches."""
@@ -214,7 +222,11 @@ def _knobs(knobs: Mapping[str, Knob], values: Mapping[str, float]) -> NDArray[np
 def _values(learned: LearnedArrays, step: Step | None) -> NDArray[np.float32]:
     """What a policy learned, one array after the other."""
     arrays = list(learned[step.policy.stage].values()) if step is not None else []
-    return np.concatenate([np.ravel(a) for a in arrays]).astype(np.float32) if arrays else np.zeros(1, np.float32)
+    return (
+        np.concatenate([np.ravel(a) for a in arrays]).astype(np.float32)
+        if arrays
+        else np.zeros(1, np.float32)
+    )
 
 
 def _places(learned: LearnedArrays, step: Step | None) -> NDArray[np.int64]:
@@ -224,7 +236,8 @@ def _places(learned: LearnedArrays, step: Step | None) -> NDArray[np.int64]:
     arrays: Mapping[str, NDArray[np.float32]] = learned[step.policy.stage]
     begins = np.cumsum([0, *(a.size for a in arrays.values())])
     return np.array(
-        [[_PER[step.policy.learns[name].per], begin] for name, begin in zip(arrays, begins, strict=False)], np.int64
+        [[_PER[step.policy.learns[name].per], begin] for name, begin in zip(arrays, begins, strict=False)],
+        np.int64,
     )
 
 
@@ -253,7 +266,9 @@ _NOTHING = {name: np.zeros((0,) * n, kind) for name, (kind, n) in _TYPES.items()
 
 def as_rows(columns: Mapping[str, Any]) -> Rows:
     """Rows from the columns there are."""
-    return Rows(**{name: as_column(name, columns[name]) if name in columns else _NOTHING[name] for name in _TYPES})
+    return Rows(
+        **{name: as_column(name, columns[name]) if name in columns else _NOTHING[name] for name in _TYPES}
+    )
 
 
 def with_columns(rows: Rows, columns: Mapping[str, Any]) -> Rows:

@@ -259,7 +259,16 @@ def walk(functions, setting, all_rows, its_lane, work, told, start, stop, first_
                 inside = slot < s.k and slot < rows.router.shape[1]
                 room.router[slot] = rows.router[r, slot] if inside else -1
             count[RERANKED], count[SUBSTITUTED] = reroute(
-                functions.choose, functions.update, s, rows, r, lane, resident, room.router, room.experts, room
+                functions.choose,
+                functions.update,
+                s,
+                rows,
+                r,
+                lane,
+                resident,
+                room.router,
+                room.experts,
+                room,
             )
             if s.weights > 0 or s.drops or s.detail:
                 apply_weights(s, rows, r, room.experts, room.weights)
@@ -287,7 +296,14 @@ def walk(functions, setting, all_rows, its_lane, work, told, start, stop, first_
                     detail.read_bytes[r, slot] = lane.layer_bytes[layer] if missing else 0
                 look_up(functions.touch, s, rows, r, lane, base, slot, slot + 1, 0, room)
                 count[EVICTIONS] += close_batch(
-                    functions.key, functions.close, s, lane, layer, room.batch[:1], room.hits[:1], rows.batch[r]
+                    functions.key,
+                    functions.close,
+                    s,
+                    lane,
+                    layer,
+                    room.batch[:1],
+                    room.hits[:1],
+                    rows.batch[r],
                 )
         else:
             n_batch = look_up(functions.touch, s, rows, r, lane, base, 0, s.n_slots, n_batch, room)
@@ -365,7 +381,8 @@ def look_up(touch, s, rows, r, lane, base, begin, end, n_batch, room):
                 if room.experts[other] == walked[slot] and not room.dropped[other]:
                     weight += room.kept[other]
             touch(
-                pointer(lane.entry_state, entry * lane.entry_state.shape[1]), place, first, first and lane.resident[entry], weight, rows.batch[r],
+                pointer(lane.entry_state, entry * lane.entry_state.shape[1]),
+                place, first, first and lane.resident[entry], weight, rows.batch[r],
                 base // s.n_expert, np.int64(walked[slot]), following, its_batch,
                 pointer(lane.evict_knobs, 0),
             )  # fmt: skip

@@ -18,17 +18,24 @@ from numpy.typing import NDArray
 from simlab.cells import MIB, check_cache, check_eviction
 from simlab.errors import InputError
 from simlab.learning import learn
-from simlab.policy import find_eviction
 from simlab.policy_check import check_policy
+from simlab.replay.cache_loop import NAN_ROW
+from simlab.replay.choose import BY_RANKING, BY_VALUE
 from simlab.replay.columns import ColumnNeeds, TraceColumns
 from simlab.replay.future import NOTE, given_columns, next_use_columns, router_walk
 from simlab.replay.lanes import (
-    KEPT, NO_ROW, as_column, as_rows, functions_of, make_detail, make_lane, setting_of, with_columns,
+    KEPT,
+    NO_ROW,
+    as_column,
+    as_rows,
+    functions_of,
+    make_detail,
+    make_lane,
+    setting_of,
+    with_columns,
 )  # fmt: skip
-from simlab.replay.cache_loop import NAN_ROW
-from simlab.replay.choose import BY_RANKING, BY_VALUE
 from simlab.replay.loop import Detail, make_room, walk
-from simlab.replay.settings import Resolved, follows_router, resolve
+from simlab.replay.settings import Resolved, resolve
 from simlab.replay.side_by_side import side_by_side
 from simlab.replay.tally import phase_numbers
 from simlab.replay.training import Training, load_training, prepared
@@ -125,7 +132,10 @@ class Replayer:
         self.resolved = [
             resolve(cell, self.columns, has_scores=self.has_scores, detail=detail) for cell in self.cells
         ]
-        given = [self._first_pass(cell, train) if r.twice else None for cell, r in zip(cells, self.resolved, strict=True)]
+        given = [
+            self._first_pass(cell, train) if r.twice else None
+            for cell, r in zip(cells, self.resolved, strict=True)
+        ]
         arguments = (self.columns, self.resolved, self.training, self.has_scores, detail, given)
         if backend == "jax":
             from simlab.replay.scan_lanes import ScanLanes
@@ -297,7 +307,14 @@ class LoopLanes:
             self._functions.append(functions_of(steps, eviction))
             self._lanes.append(
                 make_lane(
-                    setting, steps, eviction, cell.cell.evict_knobs, cell.budget, sizes, learned[policies], first
+                    setting,
+                    steps,
+                    eviction,
+                    cell.cell.evict_knobs,
+                    cell.budget,
+                    sizes,
+                    learned[policies],
+                    first,
                 )
             )
         self._own = self._own_columns(given, has_scores)

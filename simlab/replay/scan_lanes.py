@@ -17,7 +17,7 @@ from simlab.replay.columns import ColumnNeeds, TraceColumns
 from simlab.replay.future import next_use_columns, router_walk
 from simlab.replay.kernel import first_carry, program
 from simlab.replay.settings import Resolved, code_key
-from simlab.replay.shape import NO_ROW, ProgramShape, Tree
+from simlab.replay.shape import ProgramShape, Tree
 from simlab.replay.side_by_side import side_by_side
 from simlab.replay.training import Training
 from simlab.types import Cell, EvictionPolicy, Knob, ResolvedBudget, TraceHeader
@@ -39,7 +39,9 @@ def lanes_of(
         "k": np.array(widths, np.int32),
         "knobs": {
             step.policy.stage: {
-                attribute(name): _knob(knob, [c.route.steps[place].knobs.get(name, knob.default) for c in cells])
+                attribute(name): _knob(
+                    knob, [c.route.steps[place].knobs.get(name, knob.default) for c in cells]
+                )
                 for name, knob in step.policy.knobs.items()
             }
             for place, step in enumerate(cells[0].route.steps)
@@ -254,7 +256,9 @@ def _cut(columns: Tree, start: int, stop: int) -> Tree:
     """Rows `start` to `stop`, padded with rows in which no slot is."""
     found = {}
     for name, column in columns.items():
-        filler = np.full((CHUNK_ROWS - (stop - start), *column.shape[1:]), -1 if name in _IDS else 0, column.dtype)
+        filler = np.full(
+            (CHUNK_ROWS - (stop - start), *column.shape[1:]), -1 if name in _IDS else 0, column.dtype
+        )
         found[name] = np.concatenate([column[start:stop], filler])
     return found
 

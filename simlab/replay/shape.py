@@ -1,4 +1,4 @@
-"""What is compiled into a replay program, apart from what is data along its lanes, and its counts before the first row."""
+"""What is compiled into a replay program, apart from what is data along its lanes, and its first counts."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from simlab.replay.run import Replayer, TraceLike
+from simlab.replay.run import Backend, Replayer, TraceLike
 from simlab.replay.tally import COUNTERS, SUMS
 from simlab.types import Cell, CellNumbers
 
@@ -27,13 +27,15 @@ class SlotReplay:
     """One row per routing row, the throw-away turn included: where it is, whether it is counted, its counters."""
 
 
-def replay_slots(trace: TraceLike, cell: Cell, *, train: str | None = None) -> SlotReplay:
+def replay_slots(
+    trace: TraceLike, cell: Cell, *, train: str | None = None, backend: Backend = "loop"
+) -> SlotReplay:
     """Replay a trace under one cell and keep every slot (the table of `--slots`, interface.md).
 
     Raises:
         InputError: as `simlab.replay.run.replay`.
     """
-    replayer = Replayer(trace, [cell], detail=True, train=train)
+    replayer = Replayer(trace, [cell], detail=True, train=train, backend=backend)
     while replayer.advance():
         pass
     return SlotReplay(replayer.numbers()[0], slot_table(replayer, 0), row_table(replayer, 0))
