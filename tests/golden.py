@@ -98,4 +98,4 @@ def everything() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    json.dump(everything(), sys.stdout, indent=0)
+    json.dump(everything(), sys.stdout)
