@@ -33,7 +33,8 @@ NO_ROW = np.iinfo(np.int64).max
 KEPT = (
     "numbers", "stamp", "resident", "marks", "any_marks", "missed", "used", "n_in_layer", "n_held", "members",
     "spot", "keys", "places", "entries", "heads", "counts", "is_heap", "older", "newer", "line", "held", "lengths",
-    "route_state", "drop_state", "entry_state", "cache_state", "last_run", "under_way", "counters", "sums", "read_ahead",
+    "route_state", "drop_state", "entry_state", "cache_state",
+    "last_run", "under_way", "counters", "sums", "read_ahead",
 )  # fmt: skip
 """What of a lane changes as it walks, between batches."""
 
