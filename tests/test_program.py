@@ -24,7 +24,7 @@ from simlab.policy import eviction
 from simlab.replay import programs
 from simlab.replay.kernel import program
 from simlab.replay.run import Replayer, sweep
-from simlab.replay.scan_lanes import CHUNK_ROWS
+from simlab.replay.scan_lanes import CHUNK_ROWS, ScanLanes
 from simlab.replay.slots import replay_slots
 
 # Sizes no other test file uses, so that nothing is compiled beforehand.
@@ -95,7 +95,9 @@ def test_groups_of_a_scan_follow_the_policies_code_alone(short):
     cells = build_cells(
         budgets=["20%", "off", "3/layer"], routes=["original", "top_k:k=2", "top_k:k=1"]
     ) + build_cells(budgets=["20%", "30%"], routes=["substitute:L=.1", "substitute:L=.2"], scope="per_layer")
-    assert [len(g.indices) for g in _scan(short, cells)._lanes.groups] == [3, 6, 4]
+    lanes = _scan(short, cells)._lanes
+    assert isinstance(lanes, ScanLanes)
+    assert [len(g.indices) for g in lanes.groups] == [3, 6, 4]
 
 
 def test_a_scan_refuses_queues(short):
@@ -106,6 +108,7 @@ def test_a_scan_refuses_queues(short):
 def test_nothing_calls_back_into_python(short):
     replayer = _scan(short, build_cells(budgets=["20%"], routes=["top_k:k=2+substitute:L=.1+drop_cold:F=1"]))
     lanes = replayer._lanes
+    assert isinstance(lanes, ScanLanes)
     (group,) = lanes.groups
     rows = replayer.columns.chunk(0, short.n_rows, CHUNK_ROWS, lanes._needs)
     text = program(group.shape, group.n_lanes).lower(group.carry, rows, group.lanes).as_text()
