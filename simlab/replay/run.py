@@ -199,10 +199,14 @@ class Replayer:
         replayer = cls(trace, cells, detail=detail, train=train, backend=backend)
         replayer.row = replayer.first_row = int(state["row"])
 
+        other = InputError("the saved state of a replay belongs to other cells or another model")
+        if set(state) != set(replayer.state()):
+            raise other
+
         def saved(name: str, empty: NDArray[Any]) -> NDArray[Any]:
-            found = state.get(name)
-            if found is None or found.shape != empty.shape or found.dtype != empty.dtype:
-                raise InputError("the saved state of a replay belongs to other cells or another model")
+            found = state[name]
+            if found.shape != empty.shape or found.dtype != empty.dtype:
+                raise other
             return found
 
         replayer._lanes.resume(saved)
