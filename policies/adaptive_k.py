@@ -16,7 +16,7 @@ which expert can be missed. Nobody has shown that the two go together; without `
 import numpy as np
 
 from simlab.policy import routing
-from simlab.types import Choice, Knob, Learned
+from simlab.types import Knob, Learned
 
 
 def sensitivities(training):
@@ -44,7 +44,7 @@ def sensitivities(training):
     uses_cache=False,
     source="AdapMoE, arXiv:2408.10284; policies.md: adaptive_k",
 )
-def adaptive_k(xp, candidates, row, state, knobs):
+def adaptive_k(candidate, row, state, knobs):
     """Drop a slot if it and all lighter ones together weigh less than t over the sensitivity, strictly."""
-    lost = candidates.lighter * (knobs.sensitivity * candidates.learned.sensitivity)
-    return Choice(drop=lost < knobs.t), state
+    lost = candidate.lighter * (knobs.sensitivity * candidate.learned.sensitivity)
+    return lost < knobs.t

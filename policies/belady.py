@@ -14,40 +14,52 @@ NP-hard; they then order by next use all the same.
 
 from simlab.policy import eviction
 from simlab.types import NEVER, Knob
+from simlab.xp import where
+
+_FAR = 2**51
+"""Beyond every place in the walk, and exact with one added in float64."""
 
 
-def foresee(xp, state, access, knobs):
+def foresee(state, access, knobs):
     """Remember the entry's next use."""
-    return {"next": access.next_position}
+    return (access.next_position,)
 
 
-@eviction(touch=foresee, state={"next": NEVER}, needs={"future"}, source="Belady 1966; policies.md")
-def belady(xp, state, last_position, batch, knobs):
+@eviction("static", touch=foresee, state={"next": NEVER}, needs={"future"}, source="Belady 1966; policies.md")
+def belady(entry, state, knobs):
     """Evict what is used again last: the optimum with forced admission, of entries of one size. Key: minus next use."""
-    return -state["next"]
+    (following,) = state
+    return -following
 
 
 @eviction(
-    touch=foresee, state={"next": NEVER}, needs={"future"}, bypass=True, source="Belady 1966; policies.md"
+    "static",
+    touch=foresee,
+    state={"next": NEVER},
+    needs={"future"},
+    bypass=True,
+    source="Belady 1966; policies.md",
 )
-def belady_bypass(xp, state, last_position, batch, knobs):
+def belady_bypass(entry, state, knobs):
     """`belady` where the batch's own entries may leave too: the optimum then, of entries of one size. Key: as there."""
-    return -state["next"]
+    (following,) = state
+    return -following
 
 
-def foresee_both(xp, state, access, knobs):
+def foresee_both(state, access, knobs):
     """Remember the entry's next use and the batch it is in."""
-    return {"next": access.next_position, "next_batch": access.next_batch}
+    return access.next_position, access.next_batch
 
 
 @eviction(
+    "dynamic",
     touch=foresee_both,
     state={"next": NEVER, "next_batch": NEVER},
     knobs={"m": Knob(64, 0, 2**31 - 1, integer=True, help="batches it sees ahead")},
     needs={"future"},
     source="policies.md",
 )
-def lookahead(xp, state, last_position, batch, knobs):
+def lookahead(entry, state, knobs):
     """Belady within the next m batches, LRU beyond. Key: minus the next use's position if seen, else recency."""
-    seen = state["next_batch"] - batch <= knobs.m
-    return xp.where(seen, -state["next"], last_position - NEVER - NEVER // 2)
+    following, its_batch = state
+    return where(its_batch - entry.batch <= knobs.m, -following, entry.position - _FAR)

@@ -16,7 +16,8 @@ likeness. An expert never picked together with the missing one can be among its 
 import numpy as np
 
 from simlab.policy import routing
-from simlab.types import Choice, Knob, Learned
+from simlab.types import Knob, Learned, Swap
+from simlab.xp import MINUS_INFINITY, where
 
 
 def buddies(training):
@@ -35,8 +36,8 @@ def buddies(training):
     train=buddies,
     source="BuddyMoE, arXiv:2511.10054; policies.md: buddy",
 )
-def buddy(xp, candidates, row, state, knobs):
+def buddy(candidate, row, state, knobs):
     """Replace every missing expert, first buddy first."""
-    place = candidates.learned.place
-    value = xp.where(place < knobs.n, -place, xp.float32("-inf"))
-    return Choice(replace=~candidates.resident, value=value, active=knobs.n > 0), state
+    place = candidate.learned.place
+    value = where(place < knobs.n, -place, MINUS_INFINITY)
+    return Swap(~candidate.resident, value, knobs.n > 0)

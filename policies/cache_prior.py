@@ -14,8 +14,16 @@ over all decode rows of the layer so far, in float32 steps) and that no weight i
 scores meet at the edge of the top `J`, the router's own pick stays, whichever id is lower.
 """
 
-from simlab.policy import quotient, rounded, routing
-from simlab.types import Choice, Knob
+from simlab.policy import routing
+from simlab.types import Knob, Rerank
+from simlab.xp import isfinite, quotient, rounded, where
+
+
+def take_in(row, state, knobs):
+    """The mean range of the layer and its rows, this one included."""
+    mean, rows = state
+    rows = rows + 1
+    return mean + quotient(row.range - mean, rows), rows
 
 
 @routing(
@@ -26,15 +34,15 @@ from simlab.types import Choice, Knob
     },
     needs={"scores", "rank"},
     state={"mean": 0.0, "rows": 0.0},
+    update=take_in,
+    ordered=True,
     source="arXiv:2412.00099, rebuilt from code; policies.md: cache_prior",
 )
-def cache_prior(xp, candidates, row, state, knobs):
+def cache_prior(candidate, row, state, knobs):
     """Top k of `value + lambda * mean range` for resident experts and the router's top J."""
-    rows = state["rows"] + 1
-    mean = state["mean"] + quotient(xp, row.range - state["mean"], rows)
-    boost = rounded(xp, getattr(knobs, "lambda") * mean)
-    first = candidates.rank < knobs.J
-    raised = (candidates.resident | first) & xp.isfinite(candidates.value)
-    value = xp.where(raised, candidates.value + boost, candidates.value)
-    active = (boost > 0) & (row.k > knobs.J)
-    return Choice(value=value, tier=first * 1, active=active), {"mean": mean, "rows": rows}
+    mean, _ = state
+    boost = rounded(knobs.lambda_ * mean)
+    first = candidate.rank < knobs.J
+    raised = (candidate.resident | first) & isfinite(candidate.value)
+    value = where(raised, candidate.value + boost, candidate.value)
+    return Rerank(value, first * 1, (boost > 0) & (row.k > knobs.J))

@@ -12,7 +12,8 @@ inside the window.
 """
 
 from simlab.policy import routing
-from simlab.types import Choice, Knob
+from simlab.types import Knob, Rerank
+from simlab.xp import MINUS_INFINITY, where
 
 
 @routing(
@@ -22,12 +23,13 @@ from simlab.types import Choice, Knob
         "J": Knob(1, 0, 512, integer=True, help="the router's first J picks always stay"),
     },
     needs={"scores", "rank", "mass"},
+    ordered=True,
     source="arXiv:2412.00099, rebuilt from code; policies.md: cum_prob",
 )
-def cum_prob(xp, candidates, row, state, knobs):
+def cum_prob(candidate, row, state, knobs):
     """First the top J, then the window's resident experts, then all others, each in the router's order."""
-    first = candidates.rank < knobs.J
-    window = candidates.resident & (candidates.mass < knobs.p) & (candidates.value > xp.float32("-inf"))
-    tier = xp.where(first, 2, xp.where(window, 1, 0))
+    first = candidate.rank < knobs.J
+    window = candidate.resident & (candidate.mass < knobs.p) & (candidate.value > MINUS_INFINITY)
+    tier = where(first, 2, where(window, 1, 0))
     active = (knobs.p > 0) & (row.k > knobs.J)
-    return Choice(value=-candidates.rank, tier=tier, active=active), state
+    return Rerank(-candidate.rank, tier, active)

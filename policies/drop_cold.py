@@ -5,8 +5,9 @@ missing: a slot is dropped when its expert is not resident and its weight is bel
 slot always runs. Survivors are scaled back to the full weight unless `renorm` is 0.
 """
 
-from simlab.policy import quotient, routing
-from simlab.types import Choice, Knob
+from simlab.policy import routing
+from simlab.types import Knob
+from simlab.xp import quotient
 
 
 @routing(
@@ -19,7 +20,6 @@ from simlab.types import Choice, Knob
     needs={"weights"},
     source="engine-semantics, section 2",
 )
-def drop_cold(xp, candidates, row, state, knobs):
+def drop_cold(candidate, row, state, knobs):
     """Drop missing slots with weight < float32(F) / float32(k), strictly."""
-    threshold = quotient(xp, knobs.F, row.k)
-    return Choice(drop=~candidates.resident & (candidates.weight < threshold)), state
+    return ~candidate.resident & (candidate.weight < quotient(knobs.F, row.k))

@@ -5,15 +5,17 @@ missed yet never entered, and goes first. Source: policies.md; the order within 
 """
 
 from simlab.policy import eviction
+from simlab.xp import where
 
 
-def enter(xp, state, access, knobs):
+def enter(state, access, knobs):
     """Remember where a missed entry was read."""
-    came_in = access.first & ~access.hit
-    return {"entered": xp.where(came_in, access.position, state["entered"])}
+    (entered,) = state
+    return (where(access.first & ~access.hit, access.position, entered),)
 
 
-@eviction(touch=enter, state={"entered": -1}, source="policies.md")
-def fifo(xp, state, last_position, batch, knobs):
+@eviction("static", touch=enter, state={"entered": -1}, source="policies.md")
+def fifo(entry, state, knobs):
     """First in, first out. Key: the position at which the entry was last read."""
-    return state["entered"]
+    (entered,) = state
+    return entered

@@ -10,29 +10,57 @@ the L they left, since the paper makes room before it inserts. Worths are whole 
 agree: one use of the largest entry counts 2^20. Equal worths go by recency.
 """
 
-from simlab.policy import whole_cache
-from simlab.whole_cache import evict_in_order
+from simlab.policy import queue
+from simlab.queues import (
+    NONE,
+    after,
+    append,
+    evict,
+    is_own,
+    largest,
+    oldest,
+    over,
+    remove,
+    scalar,
+    set_scalar,
+    size,
+)
+from simlab.xp import helper
 
+_LINE = 0
 _UNIT_BITS = 20
 
 
-@whole_cache(
-    state={"worth": 0, "uses": 0},
-    scalars={"inflation": 0},
-    source="Cherkasova, HP Labs 1998, HPL-98-69",
-)
-def gdsf(xp, cache, state, knobs):
+@helper
+def _per_use(cache, entry):
+    """The worth of one use, in units of which the largest entry's is 2^20."""
+    return (largest(cache) << _UNIT_BITS) // size(cache, entry)
+
+
+@queue(state={"worth": 0, "uses": 0}, scalars={"inflation": 0}, source="Cherkasova, HP Labs 1998, HPL-98-69")
+def gdsf(cache, knobs):
     """GDSF: evict the least uses per byte, plus the worth of what had left when the entry was used last."""
-    sizes = cache.bytes
-    per_use = (sizes.max(axis=0) << _UNIT_BITS) // xp.maximum(sizes, 1)
-    uses = state["uses"] + cache.touched
-    worth = xp.where(cache.hit, state["inflation"] + uses * per_use, state["worth"])
-    others = cache.resident & ~cache.touched
-    leaving = evict_in_order(xp, others, worth, sizes, cache.over, then=cache.position)
-    inflation = xp.maximum(state["inflation"], xp.where(leaving, worth, 0).max(axis=0))
-    worth = xp.where(cache.touched & ~cache.hit, inflation + uses * per_use, worth)
-    return leaving, {
-        "worth": xp.where(leaving, 0, worth),
-        "uses": xp.where(leaving, 0, uses),
-        "inflation": inflation,
-    }
+    for i in range(len(cache.batch)):
+        entry = cache.batch[i]
+        cache.state[entry, 1] += 1
+        if cache.hits[i]:
+            cache.state[entry, 0] = scalar(cache, 0) + cache.state[entry, 1] * _per_use(cache, entry)
+        append(cache, _LINE, entry)
+    while over(cache) > 0:
+        # The line is in the order of use, so that of equal worths the first is the least recent.
+        victim, least = NONE, 0.0
+        at = oldest(cache, _LINE)
+        while at != NONE:
+            if (victim == NONE or cache.state[at, 0] < least) and not is_own(cache, at):
+                victim, least = at, cache.state[at, 0]
+            at = after(cache, at)
+        if victim == NONE:
+            break
+        set_scalar(cache, 0, max(scalar(cache, 0), least))
+        cache.state[victim, 0], cache.state[victim, 1] = 0, 0
+        remove(cache, victim)
+        evict(cache, victim)
+    for i in range(len(cache.batch)):
+        if not cache.hits[i]:
+            entry = cache.batch[i]
+            cache.state[entry, 0] = scalar(cache, 0) + cache.state[entry, 1] * _per_use(cache, entry)

@@ -11,12 +11,13 @@ touched by the pass; here it does, or the policy could not differ from LRU.
 """
 
 from simlab.policy import eviction
+from simlab.xp import where
 
-_LATER = 2**62
+_LATER = 2**51
+"""Beyond every place in the walk, and exact with one added in float64."""
 
 
-@eviction(needs={"pass"}, source="SpecMD, arXiv:2602.03921; policies.md")
-def least_stale(xp, state, last_position, batch, knobs):
+@eviction("dynamic", needs={"pass"}, source="SpecMD, arXiv:2602.03921; policies.md")
+def least_stale(entry, state, knobs):
     """What this pass over the layers has not touched, by recency; then the rest."""
-    fresh = state["in_pass"] | state["speculative"]
-    return xp.where(fresh, last_position + _LATER, last_position)
+    return where(entry.in_pass | entry.speculative, entry.position + _LATER, entry.position)

@@ -7,88 +7,93 @@ a batch, instead of counting; `lfru` divides the count by the age in batches plu
 LFRU is not one rule; this is the one of policies.md.
 """
 
-from simlab.policy import eviction, rounded
+from simlab.policy import eviction
 from simlab.types import Knob
+from simlab.xp import f8, floor, helper, i8, ldexp, maximum, rounded, where
 
 _TERMS = 20
 """Of the exponential series below 2: the next is under 2^-70."""
 
 
-def count(xp, state, access, knobs):
+def count(state, access, knobs):
     """One more use per batch."""
-    return {"uses": state["uses"] + access.first}
+    (uses,) = state
+    return (uses + access.first,)
 
 
-@eviction(touch=count, state={"uses": 0}, source="policies.md")
-def lfu(xp, state, last_position, batch, knobs):
+@eviction("static", touch=count, state={"uses": 0}, source="policies.md")
+def lfu(entry, state, knobs):
     """Least frequently used. Key: batches that used the entry."""
-    return state["uses"]
+    (uses,) = state
+    return uses
 
 
-@eviction(touch=count, state={"uses": 0}, scope="per_layer", source="policies.md")
-def layer_lfu(xp, state, last_position, batch, knobs):
+@eviction("static", touch=count, state={"uses": 0}, scope="per_layer", source="policies.md")
+def layer_lfu(entry, state, knobs):
     """Least frequently used, each layer a cache of its own: `lfu` with scope per_layer, whatever --scope says."""
-    return state["uses"]
+    (uses,) = state
+    return uses
 
 
-def halved(xp, value, age, half_life):
-    """`value` after `age` batches, float64: value * 2^(-age / half_life), alike in NumPy and XLA.
+@helper
+def halved(value, age, half_life):
+    """`value` after `age` batches, float64: value * 2^(-age / half_life), alike in NumPy, XLA and numba.
 
-    Powers differ between the two in their last bit, so this one is made of products and sums that both round
-    alike: a whole power of two, which is exact, and a series for what is left, in [0, 1).
+    Powers differ in their last bit, so this one is made of products and sums that all round alike: a whole power of
+    two, which is exact, and a series for what is left, in [0, 1).
     """
-    # A division by a broadcast number is another product in XLA: both multiply by the reciprocal.
-    x = -(age * (1.0 / xp.asarray(half_life).astype(xp.float64)))
-    whole = xp.floor(x)
-    y = rounded(xp, (x - whole) * 0.6931471805599453)
-    series = xp.ones_like(y)
-    for n in range(_TERMS, 0, -1):
-        # The factor 1/n is a constant to both, so that the division cannot become two different products.
-        series = 1.0 + rounded(xp, rounded(xp, series * y) * (1.0 / n))
-    scale = (xp.clip(whole, -1022, 0).astype(xp.int64) + 1023 << 52).view(xp.float64)
-    return xp.where(whole < -1022, 0.0, value * series * scale)
+    # A division by a broadcast number is another product in XLA: all multiply by the reciprocal.
+    x = -(age * (1.0 / f8(half_life)))
+    whole = floor(x)
+    y = rounded((x - whole) * 0.6931471805599453)
+    series = 1.0 + rounded(y * (1.0 / _TERMS))
+    for n in range(_TERMS - 1, 0, -1):
+        # The factor 1/n is a constant to all, so that the division cannot become two different products.
+        series = 1.0 + rounded(rounded(series * y) * (1.0 / n))
+    return where(whole < -1022, 0.0, ldexp(value * series, i8(maximum(whole, -1022.0))))
 
 
-def add_decayed(xp, state, access, knobs):
+def add_decayed(state, access, knobs):
     """Decay to this batch, then add one."""
-    decayed = rounded(xp, halved(xp, state["worth"], access.batch - state["batch"], knobs.half_life))
-    return {
-        "worth": xp.where(access.first, decayed + 1.0, state["worth"]),
-        "batch": xp.where(access.first, access.batch, state["batch"]),
-    }
+    worth, batch = state
+    decayed = rounded(halved(worth, access.batch - batch, knobs.half_life))
+    return where(access.first, decayed + 1.0, worth), where(access.first, access.batch, batch)
 
 
 @eviction(
+    "dynamic",
     touch=add_decayed,
     state={"worth": 0.0, "batch": 0},
     knobs={"half_life": Knob(512, 1e-3, 1e9, help="batches after which a use counts half")},
     source="policies.md",
 )
-def lfu_decay(xp, state, last_position, batch, knobs):
+def lfu_decay(entry, state, knobs):
     """Least frequently used, old uses fading. Key: uses, each halved per `half_life` batches since."""
-    return halved(xp, state["worth"], batch - state["batch"], knobs.half_life)
+    worth, batch = state
+    return halved(worth, entry.batch - batch, knobs.half_life)
 
 
-def count_and_date(xp, state, access, knobs):
+def count_and_date(state, access, knobs):
     """One more use, and when."""
-    return {
-        "uses": state["uses"] + access.first,
-        "batch": xp.where(access.first, access.batch, state["batch"]),
-    }
+    uses, batch = state
+    return uses + access.first, where(access.first, access.batch, batch)
 
 
-@eviction(touch=count_and_date, state={"uses": 0, "batch": 0}, source="policies.md")
-def lfru(xp, state, last_position, batch, knobs):
+@eviction("dynamic", touch=count_and_date, state={"uses": 0, "batch": 0}, source="policies.md")
+def lfru(entry, state, knobs):
     """Least frequently and recently used. Key: uses / (age + 1), the age in batches since the last use."""
-    return state["uses"] / (batch - state["batch"] + 1)
+    uses, batch = state
+    return uses / (entry.batch - batch + 1)
 
 
-def add_weight(xp, state, access, knobs):
+def add_weight(state, access, knobs):
     """Add the weight this row applies."""
-    return {"weight": state["weight"] + access.weight}
+    (weight,) = state
+    return (weight + access.weight,)
 
 
-@eviction(touch=add_weight, state={"weight": 0.0}, source="policies.md")
-def weighted_lfu(xp, state, last_position, batch, knobs):
+@eviction("static", touch=add_weight, state={"weight": 0.0}, source="policies.md")
+def weighted_lfu(entry, state, knobs):
     """Least weight so far. Key: the applied weights of all past uses, dropped slots at zero."""
-    return state["weight"]
+    (weight,) = state
+    return weight

@@ -9,59 +9,107 @@ What this project decided, since the paper handles one access at a time in a cac
 bytes; Q has the share `hir` of the budget, at least room for the largest entry; a batch's entries go to the top
 of S in the order of their last occurrence, and those that S held become LIR together; the least recent LIR
 entries beyond the LIR share go to the end of Q, behind the batch's own HIR entries, and out of S; as long as the
-LIR share is not full, new entries that fit it become LIR. The batch's own entries are passed over, and when Q
-has no others the least recent LIR entry leaves. What look-ahead read and nobody asked for yet is at the front
-of Q. The paper does not bound S; here what it remembers of entries that left is bounded by `ghosts`, the least
-recent forgotten first.
+LIR share is not full, new entries that fit it become LIR. The batch's own entries are passed over, and when Q has
+no others the least recent LIR entry leaves. The paper does not bound S; here what it remembers of entries that left
+is bounded by `ghosts`, the least recent forgotten first.
 """
 
-from simlab.policy import whole_cache
+from simlab.policy import queue
+from simlab.queues import (
+    NONE,
+    after,
+    append,
+    capacity,
+    evict,
+    is_own,
+    largest,
+    line_of,
+    oldest,
+    oldest_other,
+    over,
+    remove,
+    scalar,
+    set_scalar,
+    share,
+    size,
+)  # fmt: skip
 from simlab.types import Knob
-from simlab.whole_cache import evict_in_order, held, join, move_in_order, share
 
-_FAR = 2**62
+_STACK, _QUEUE = 0, 8
+_IN_QUEUE = 1
+"""The chain of Q."""
 
 
-@whole_cache(
-    state={"lir": 0, "stack": 0, "queue": 0},
-    scalars={"end": 1},
+@queue(
+    state={"lir": 0},
+    scalars={"lir_bytes": 0, "ghost_bytes": 0},
     knobs={
         "hir": Knob(0.01, 0, 1, help="share of the budget for entries of high inter-reference recency"),
         "ghosts": Knob(2, 0, 100, help="bytes of entries remembered, in budgets"),
     },
     source="Jiang and Zhang, SIGMETRICS 2002, LIRS",
 )
-def lirs(xp, cache, state, knobs):
-    """LIRS: evict from a short queue of what was not used twice within the reach of the entries worth keeping.
+def lirs(cache, knobs):
+    """LIRS: evict from a short queue of what was not used twice within the reach of the entries worth keeping."""
+    limit = capacity(cache) - max(share(cache, knobs.hir), largest(cache))
+    lir, ghosts = scalar(cache, 0), scalar(cache, 1)
+    for i in range(len(cache.batch)):
+        entry = cache.batch[i]
+        known = line_of(cache, entry) == _STACK
+        if known and not cache.hits[i]:
+            ghosts -= size(cache, entry)
+        if known and cache.state[entry, 0] == 0:
+            cache.state[entry, 0] = 1
+            lir += size(cache, entry)
+            remove(cache, entry, _IN_QUEUE)
+        append(cache, _STACK, entry)
+    for entry in cache.batch:
+        if cache.state[entry, 0] == 0:
+            if lir + size(cache, entry) <= limit:
+                cache.state[entry, 0] = 1
+                lir += size(cache, entry)
+                remove(cache, entry, _IN_QUEUE)
+            else:
+                append(cache, _QUEUE, entry)
+    at = oldest(cache, _STACK)
+    while lir > limit and at != NONE:
+        following = after(cache, at)
+        if cache.state[at, 0] > 0:
+            cache.state[at, 0] = 0
+            lir -= size(cache, at)
+            remove(cache, at)
+            append(cache, _QUEUE, at)
+        at = following
 
-    State: `stack` is the place in S and `queue` that in Q, 0 outside.
-    """
-    touched, sizes = cache.touched, cache.bytes
-    room_for_hir = xp.maximum(share(xp, knobs.hir, cache.capacity), sizes.max(axis=0))
-    limit = cache.capacity - room_for_hir
-    lir = cache.resident & ((state["lir"] > 0) | (touched & (state["stack"] > 0)))
-    stack, end = join(xp, cache, touched, state["stack"], state["end"])
-    # Entries of a batch are of one layer and so of one size: the first ones fit for which there is room.
-    size = xp.where(touched, sizes, 0).max(axis=0)
-    room = limit - held(xp, lir, sizes)
-    lir |= evict_in_order(xp, touched & ~lir, cache.position, sizes, room - size + 1)
-    queue, end = join(xp, cache, touched & ~lir, state["queue"], end)
+    while over(cache) > 0:
+        victim = oldest_other(cache, _QUEUE)
+        if victim != NONE:
+            remove(cache, victim, _IN_QUEUE)
+        else:
+            victim = oldest(cache, _STACK)
+            while victim != NONE and (cache.state[victim, 0] == 0 or is_own(cache, victim)):
+                victim = after(cache, victim)
+            if victim == NONE:
+                break
+            cache.state[victim, 0] = 0
+            lir -= size(cache, victim)
+        if line_of(cache, victim) == _STACK:
+            ghosts += size(cache, victim)
+        evict(cache, victim)
 
-    over = held(xp, lir, sizes) - limit
-    demoted, queue, end = move_in_order(xp, lir, stack, sizes, over, queue, end)
-    lir &= ~demoted
-    stack = xp.where(demoted, 0, stack)
-
-    key = xp.where(lir, _FAR + stack, queue)
-    leaving = evict_in_order(xp, cache.resident & ~touched, key, sizes, cache.over)
-    lir &= ~leaving
-    stack = xp.where(stack < xp.where(lir, stack, _FAR).min(axis=0), 0, stack)
-    ghost = (sizes > 0) & ~(cache.resident & ~leaving) & (stack > 0)
-    over = held(xp, ghost, sizes) - share(xp, knobs.ghosts, cache.capacity)
-    forgotten = evict_in_order(xp, ghost, stack, sizes, over)
-    return leaving, {
-        "lir": 1 * lir,
-        "stack": xp.where(forgotten, 0, stack),
-        "queue": xp.where(lir | leaving, 0, queue),
-        "end": end,
-    }
+    bottom = oldest(cache, _STACK)
+    while bottom != NONE and cache.state[bottom, 0] == 0:
+        if not cache.resident[bottom]:
+            ghosts -= size(cache, bottom)
+        remove(cache, bottom)
+        bottom = oldest(cache, _STACK)
+    remembered = share(cache, knobs.ghosts)
+    at = bottom
+    while ghosts > remembered and at != NONE:
+        following = after(cache, at)
+        if not cache.resident[at]:
+            ghosts -= size(cache, at)
+            remove(cache, at)
+        at = following
+    set_scalar(cache, 0, lir)
+    set_scalar(cache, 1, ghosts)

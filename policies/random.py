@@ -7,25 +7,28 @@ NumPy and XLA do alike. Every batch that evicts draws anew. Source: policies.md,
 
 from simlab.policy import eviction
 from simlab.types import Knob
+from simlab.xp import helper, i8
+
+_WORD = 0xFFFFFFFF
 
 
-def mixed(xp, h):
-    """uint32 of which every bit depends on every bit of `h` (the finaliser of MurmurHash3)."""
-    h = (h ^ (h >> 16)) * xp.uint32(0x85EBCA6B)
-    h = (h ^ (h >> 13)) * xp.uint32(0xC2B2AE35)
+@helper
+def mixed(h):
+    """Of a whole number below 2^32, one of which every bit depends on every bit of `h` (MurmurHash3's finaliser)."""
+    # Products wrap modulo 2^64, of which the lower half is the product modulo 2^32.
+    h = ((h ^ (h >> 16)) * 0x85EBCA6B) & _WORD
+    h = ((h ^ (h >> 13)) * 0xC2B2AE35) & _WORD
     return h ^ (h >> 16)
 
 
 @eviction(
+    "dynamic",
     knobs={"seed": Knob(0, 0, 2**31 - 1, integer=True, help="another seed, another draw")},
-    needs={"ids"},
     source="policies.md",
 )
-def random(xp, state, last_position, batch, knobs):
+def random(entry, state, knobs):
     """Random, seeded. Key: a uint32 hash of (seed, batch, layer, expert)."""
-    expert = state["expert"].astype(xp.uint32)
-    # Arrays throughout: NumPy warns of scalars that wrap.
-    h = mixed(xp, expert * 0 + xp.asarray(knobs.seed).astype(xp.uint32))
-    h = mixed(xp, h ^ xp.asarray(batch).astype(xp.uint32))
-    h = mixed(xp, h ^ state["layer"].astype(xp.uint32))
-    return mixed(xp, h ^ expert).astype(xp.int64)
+    expert = i8(entry.expert)
+    h = mixed(expert * 0 + knobs.seed)
+    h = mixed(h ^ (entry.batch & _WORD))
+    return mixed(mixed(h ^ entry.layer) ^ expert)

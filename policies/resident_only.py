@@ -9,13 +9,14 @@ the cache's own residency is the mask.
 """
 
 from simlab.policy import routing
-from simlab.types import Choice
+from simlab.types import Rerank
+from simlab.xp import MINUS_INFINITY, where
 
 
 @routing(
     "rerank", needs={"scores"}, ordered=True, source="SwapMoE, arXiv:2308.15030; policies.md: resident_only"
 )
-def resident_only(xp, candidates, row, state, knobs):
+def resident_only(candidate, row, state, knobs):
     """Top k of the resident experts' values, if there are k of them."""
-    value = xp.where(candidates.resident, candidates.value, xp.float32("-inf"))
-    return Choice(value=value, active=row.n_resident >= row.k), state
+    value = where(candidate.resident, candidate.value, MINUS_INFINITY)
+    return Rerank(value, 0, row.n_resident >= row.k)

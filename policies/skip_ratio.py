@@ -8,7 +8,7 @@ is skipped, and with one `beta` per layer, the median of the ratio on calibratio
 """
 
 from simlab.policy import routing
-from simlab.types import Choice, Knob
+from simlab.types import Knob
 
 
 @routing(
@@ -21,6 +21,6 @@ from simlab.types import Choice, Knob
     uses_cache=False,
     source="arXiv:2402.14800; policies.md: skip_ratio",
 )
-def skip_ratio(xp, candidates, row, state, knobs):
+def skip_ratio(candidate, row, state, knobs):
     """Drop slots of weight < beta * largest weight, strictly."""
-    return Choice(drop=candidates.weight < knobs.beta * row.heaviest), state
+    return candidate.weight < knobs.beta * row.heaviest

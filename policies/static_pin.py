@@ -9,7 +9,8 @@ whether experts never seen in training fill what room is left; here they do.
 
 import numpy as np
 
-from simlab.policy import whole_cache
+from simlab.policy import queue
+from simlab.queues import evict
 
 
 def most_used(counts, sizes, capacity, knobs):
@@ -20,7 +21,9 @@ def most_used(counts, sizes, capacity, knobs):
     return {"pinned": pinned}
 
 
-@whole_cache(state={"pinned": 0}, needs={"training"}, prepare=most_used, bypass=True, source="policies.md")
-def static_pin(xp, cache, state, knobs):
+@queue(state={"pinned": 0}, needs={"training"}, prepare=most_used, bypass=True, source="policies.md")
+def static_pin(cache, knobs):
     """The most used experts of a training part stay for good, all others leave at their batch's end."""
-    return cache.resident & (state["pinned"] == 0), state
+    for entry in cache.batch:
+        if cache.state[entry, 0] == 0:
+            evict(cache, entry)

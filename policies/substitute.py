@@ -6,8 +6,9 @@ range is the token's own, not a running average: one `L` means the same on a rou
 on one whose logits span 20.
 """
 
-from simlab.policy import rounded, routing
-from simlab.types import Choice, Knob
+from simlab.policy import routing
+from simlab.types import Knob, Rerank
+from simlab.xp import isfinite, rounded, where
 
 
 @routing(
@@ -17,9 +18,9 @@ from simlab.types import Choice, Knob
     ordered=True,
     source="cache-aware-substitution; engine-semantics, section 1; after arXiv:2412.00099",
 )
-def substitute(xp, candidates, row, state, knobs):
+def substitute(candidate, row, state, knobs):
     """Top k of `value + L * range` for resident experts; infinite values are never boosted."""
-    boost = rounded(xp, knobs.L * row.range)
-    raised = candidates.resident & xp.isfinite(candidates.value)
-    value = xp.where(raised, candidates.value + boost, candidates.value)
-    return Choice(value=value, active=boost > 0), state
+    boost = rounded(knobs.L * row.range)
+    raised = candidate.resident & isfinite(candidate.value)
+    value = where(raised, candidate.value + boost, candidate.value)
+    return Rerank(value, 0, boost > 0)

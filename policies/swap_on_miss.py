@@ -10,16 +10,17 @@ Inputs: scores, weights. Source: asked for by practitioners; there is no paper.
 """
 
 from simlab.policy import routing
-from simlab.types import Choice, Knob
+from simlab.types import Knob, Swap
 
 
 @routing(
     "swap",
     knobs={"tau": Knob(0.1, 0.0, 10.0, help="weight below which a missing expert is replaced")},
     needs={"scores", "weights"},
+    ordered=True,
     source="policies.md: swap_on_miss",
 )
-def swap_on_miss(xp, candidates, row, state, knobs):
+def swap_on_miss(candidate, row, state, knobs):
     """Replace missing experts of weight < tau, strictly, best score first."""
-    light = ~candidates.resident & (candidates.weight < knobs.tau)
-    return Choice(replace=light, value=candidates.value, active=knobs.tau > 0), state
+    light = ~candidate.resident & (candidate.weight < knobs.tau)
+    return Swap(light, candidate.value, knobs.tau > 0)

@@ -5,12 +5,12 @@ override. A k' above the recorded one needs the scores.
 """
 
 from simlab.policy import routing
-from simlab.types import Choice, Knob
+from simlab.types import Knob
 
 
 @routing(
     "width", knobs={"k": Knob(8, 1, 512, integer=True, help="experts per token")}, source="policies.md: top_k"
 )
-def top_k(xp, candidates, row, state, knobs):
+def top_k(k, knobs):
     """k' experts per token."""
-    return Choice(k=knobs.k), state
+    return knobs.k

@@ -9,77 +9,78 @@ What this project decided: the paper counts in a sketch, approximately; here eve
 counter of its own, so there is no sketch and no doorkeeper. Sizes are bytes. A batch's uses are counted first;
 its misses become the most recent of the window, its hits those of their segment, protected where they were in
 the main cache; protected entries beyond 80 % of the main cache lose that, least recent first. The batch's own
-entries are no candidates and no victims. What look-ahead read and nobody asked for yet is the window's oldest.
+entries are no candidates and no victims.
 """
 
-from simlab.policy import whole_cache
+from simlab.policy import queue
+from simlab.queues import (
+    NONE,
+    append,
+    capacity,
+    entries,
+    evict,
+    held,
+    line_of,
+    oldest,
+    oldest_other,
+    over,
+    remove,
+    scalar,
+    set_scalar,
+    share,
+    size,
+)  # fmt: skip
 from simlab.types import Knob
-from simlab.whole_cache import held, join, lowest, move_in_order, of, repeat, share
 
-_NOWHERE, _WINDOW, _PROBATION, _PROTECTED = 0, 1, 2, 3
+_WINDOW, _PROBATION, _PROTECTED = 0, 1, 2
 _MOST_USES = 15
-_PROTECTED_TENTHS = 8
-_FAR = 2**62
 
 
-@whole_cache(
-    state={"segment": 0, "place": 0, "uses": 0},
-    scalars={"end": 1, "seen": 0},
+@queue(
+    state={"uses": 0},
+    scalars={"seen": 0},
     knobs={
         "window": Knob(0.01, 0, 1, help="share of the budget that the window keeps"),
         "sample": Knob(10, 0.1, 1000, help="budgets' worth of lookups after which counts are halved"),
     },
     source="Einziger, Friedman and Manes, ACM TOS 2017, TinyLFU",
 )
-def wtinylfu(xp, cache, state, knobs):
+def wtinylfu(cache, knobs):
     """W-TinyLFU: a new entry displaces an old one only if it was used more often of late."""
-    touched, sizes = cache.touched, cache.bytes
-    seen = state["seen"] + held(xp, touched, sizes)
-    uses = xp.minimum(state["uses"] + touched, _MOST_USES)
-    full = seen >= share(xp, knobs.sample, cache.capacity)
-    uses, seen = xp.where(full, uses // 2, uses), xp.where(full, 0, seen)
+    seen = scalar(cache, 0)
+    for entry in cache.batch:
+        cache.state[entry, 0] = min(cache.state[entry, 0] + 1, _MOST_USES)
+        seen += size(cache, entry)
+    if seen >= share(cache, knobs.sample):
+        seen = 0.0
+        begin, end = entries(cache)
+        for entry in range(begin, end):
+            cache.state[entry, 0] = cache.state[entry, 0] // 2
+    set_scalar(cache, 0, seen)
+    for entry in cache.batch:
+        append(cache, _PROTECTED if line_of(cache, entry) > _WINDOW else _WINDOW, entry)
+    window = share(cache, knobs.window)
+    while held(cache, _PROTECTED) > (capacity(cache) - window) * 8 // 10:
+        append(cache, _PROBATION, oldest(cache, _PROTECTED))
 
-    before = state["segment"]
-    place, end = join(xp, cache, touched, state["place"], state["end"])
-    segment = xp.where(touched, xp.where(before > _WINDOW, _PROTECTED, _WINDOW), before)
-    window = share(xp, knobs.window, cache.capacity)
-    protected = cache.resident & (segment == _PROTECTED)
-    over = held(xp, protected, sizes) - (cache.capacity - window) * _PROTECTED_TENTHS // 10
-    demoted, place, end = move_in_order(xp, protected, place, sizes, over, place, end)
-    segment = xp.where(demoted, _PROBATION, segment)
-
-    def parts(c):
-        """What may leave of the window and of the main cache, and whether the window holds too much."""
-        stay = cache.resident & ~c["leaving"]
-        in_window = stay & (c["segment"] <= _WINDOW)
-        others = stay & ~touched
-        return others & in_window, others & ~in_window, held(xp, in_window, sizes) > window
-
-    def going(c):
-        new, main, too_many = parts(c)
-        return (too_many & new.any(axis=0)) | ((c["over"] > 0) & (new | main).any(axis=0))
-
-    def step(c):
-        new, main, too_many = parts(c)
-        # An entry in RAM that is in no segment was read ahead.
-        oldest = lowest(xp, new, xp.where(c["segment"] == _WINDOW, c["place"], 0))
-        candidate = oldest & too_many
-        victim = lowest(xp, main, xp.where(c["segment"] == _PROTECTED, _FAR, 0) + c["place"])
-        is_candidate, is_victim = candidate.any(axis=0), victim.any(axis=0)
-        wins = is_victim & (of(xp, candidate, uses) > of(xp, victim, uses))
-        loser = xp.where(is_candidate & ~wins, candidate, xp.where(is_victim, victim, oldest))
-        gone = loser & (c["over"] > 0)
-        admitted = candidate & ~gone
-        return {
-            "leaving": c["leaving"] | gone,
-            "over": c["over"] - of(xp, gone, sizes),
-            "segment": xp.where(gone, _NOWHERE, xp.where(admitted, _PROBATION, c["segment"])),
-            "place": xp.where(admitted, c["end"], c["place"]),
-            "end": c["end"] + 1,
-        }
-
-    start = {"leaving": touched & False, "over": cache.over, "segment": segment, "place": place, "end": end}
-    c = repeat(xp, going, step, start)
-    return c["leaving"], {
-        "segment": c["segment"], "place": c["place"], "uses": uses, "end": c["end"], "seen": seen,
-    }  # fmt: skip
+    while True:
+        new, main = oldest_other(cache, _WINDOW), oldest_other(cache, _PROBATION)
+        if main == NONE:
+            main = oldest_other(cache, _PROTECTED)
+        too_many = new != NONE and held(cache, _WINDOW) > window
+        if over(cache) <= 0:
+            if not too_many:
+                break
+            append(cache, _PROBATION, new)
+            continue
+        if new == NONE and main == NONE:
+            break
+        if too_many and main != NONE and cache.state[new, 0] > cache.state[main, 0]:
+            append(cache, _PROBATION, new)
+            loser = main
+        elif too_many or main == NONE:
+            loser = new
+        else:
+            loser = main
+        remove(cache, loser)
+        evict(cache, loser)

@@ -1,9 +1,9 @@
 """Writing a policy, and finding one by name.
 
-A policy is one pure function over arrays with its knobs as data; the decorators here give it a name and
-declare its knobs and inputs. The same function runs with NumPy in the live engine and with `jax.numpy` in
-the replayer, so it must not branch on values, loop over candidates or reduce over them: whatever needs the
-whole row comes in as a field of `Row`.
+A policy is one pure function of one candidate, or one entry, with its knobs as data; the decorators here give it a
+name and declare its knobs and inputs. The same function is compiled by numba, for replays and for the live engine, and
+called with arrays by NumPy and JAX, so it must not branch on values: it computes with operators, comparisons and the
+functions of `simlab.xp`, and whatever needs the whole row comes in as a field of `Row`.
 
 A user's mistake is one line that names the file: declarations are checked by the decorators, what the
 function does by a dry run on tiny arrays before its first use, and what only shows later by whoever calls it
@@ -23,25 +23,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from simlab.errors import InputError
 from simlab.policy_check import check_policy, one_line
 from simlab.types import (
-    Array,
-    EvictFunction,
     EvictionPolicy,
     KeyFunction,
     Knob,
     Learned,
     Policy,
     PrepareFunction,
+    QueueFunction,
     RoutingFunction,
     RoutingPolicy,
     Scope,
     Stage,
     TouchFunction,
     TrainFunction,
+    UpdateFunction,
 )
 
 _OF_EXPERTS = frozenset({"scores", "rank", "weights", "mass"})
@@ -52,10 +52,12 @@ _NEEDS: Mapping[Stage, frozenset[str]] = {
     "drop": frozenset({"scores", "rank", "weights", "lighter"}),
 }
 _KINDS = ("layer", "expert", "pair")
-_ROUTING_ARGUMENTS = ("xp", "candidates", "row", "state", "knobs")
-_KEY_ARGUMENTS = ("xp", "state", "last_position", "batch", "knobs")
-_TOUCH_ARGUMENTS = ("xp", "state", "access", "knobs")
-_EVICT_ARGUMENTS = ("xp", "cache", "state", "knobs")
+_ROUTING_ARGUMENTS = ("candidate", "row", "state", "knobs")
+_WIDTH_ARGUMENTS = ("k", "knobs")
+_UPDATE_ARGUMENTS = ("row", "state", "knobs")
+_KEY_ARGUMENTS = ("entry", "state", "knobs")
+_TOUCH_ARGUMENTS = ("state", "access", "knobs")
+_QUEUE_ARGUMENTS = ("cache", "knobs")
 _PREPARE_ARGUMENTS = ("counts", "sizes", "capacity", "knobs")
 _LARGEST_WHOLE = 2**31 - 1
 
@@ -68,6 +70,7 @@ def routing(
     knobs: Mapping[str, Knob] | None = None,
     needs: frozenset[str] | set[str] = frozenset(),
     state: Mapping[str, float] | None = None,
+    update: UpdateFunction | None = None,
     learns: Mapping[str, Learned] | None = None,
     train: TrainFunction | None = None,
     uses_cache: bool = True,
@@ -81,12 +84,13 @@ def routing(
             replaced, and by which) or "drop" (which slots are skipped).
         knobs: its numbers, by name.
         needs: what it reads of a trace: "scores", "rank", "weights", "mass", and for slots "lighter".
-        state: names and first values of per-layer float32 state it carries from row to row.
-        learns: what `train` returns, by name; the policy finds it in `candidates.learned`.
+        state: names and first values of per-layer float32 state; `update` changes it, once per row.
+        learns: what `train` returns, by name; the policy finds it in `candidate.learned`.
         train: called once with the training part of a trace (`--train`).
         uses_cache: False for one that does not look at residency: it then runs with the cache off too.
-        ordered: True for a rerank that needs scores alone and puts the higher-scored of two experts alike in
-            residency first: a replay then looks at the best of each kind only, and is much faster.
+        ordered: True for a rerank or swap that never puts the lower-scored of two candidates first which are alike
+            in residency and outside the router's picks: a replay then looks at the best of each kind only, and is
+            much faster.
         source: paper section or spec line.
 
     Raises:
@@ -96,7 +100,7 @@ def routing(
         raise InputError(f'policy {_name_of(stage)}: write @routing("rerank"), with the stage it decides')
 
     def declare(function: RoutingFunction) -> RoutingPolicy:
-        where = _check_function(function, _ROUTING_ARGUMENTS)
+        where = _check_function(function, _WIDTH_ARGUMENTS if stage == "width" else _ROUTING_ARGUMENTS)
         if stage not in get_args(Stage):
             raise InputError(f"{where}: stage {stage!r} must be one of {', '.join(get_args(Stage))}")
         if stage == "width" and (needs or state or learns):
@@ -107,6 +111,12 @@ def routing(
             given = needs if isinstance(needs, str) else ", ".join(sorted(map(str, needs)))
             known = ", ".join(sorted(_NEEDS[stage]))
             raise InputError(f"{where}: needs '{given}' must be a set of {known} in a {stage} policy")
+        if bool(state) != (update is not None):
+            raise InputError(f"{where}: update says how state changes; give both or neither")
+        if update is not None:
+            _check_arguments(f"{where}: update", update, _UPDATE_ARGUMENTS)
+        if ordered and (stage not in ("rerank", "swap") or "scores" not in needs):
+            raise InputError(f"{where}: only a rerank or swap policy that needs scores can be ordered")
         return RoutingPolicy(
             name=_label(function),
             stage=stage,
@@ -114,10 +124,11 @@ def routing(
             knobs=_check_knobs(where, knobs),
             needs=frozenset(needs),
             state=_check_state(where, state),
+            update=update,
             learns=_check_learns(where, stage, learns, train),
             train=train,
             uses_cache=uses_cache and stage != "width",
-            ordered=_check_ordered(where, ordered, stage, frozenset(needs)),
+            ordered=ordered,
             source=source,
             source_hash=_source_hash(function),
             origin=_origin(function),
@@ -126,13 +137,8 @@ def routing(
     return declare
 
 
-def _check_ordered(where: str, ordered: bool, stage: Stage, needs: frozenset[str]) -> bool:
-    if ordered and (stage != "rerank" or needs != {"scores"}):
-        raise InputError(f"{where}: only a rerank policy that needs scores and nothing else can be ordered")
-    return ordered
-
-
 def eviction(
+    kind: Literal["static", "dynamic"],
     *,
     touch: TouchFunction | None = None,
     state: Mapping[str, float] | None = None,
@@ -145,27 +151,32 @@ def eviction(
     """Declare an eviction policy from its key function; `touch` updates its per-entry `state`.
 
     Args:
-        needs: "ids", "pass" and "future" (see `EvictionPolicy.needs`).
+        kind: "static" for a key that changes only when its entry is used, "dynamic" for one that changes by itself
+            (with `entry.batch`, `entry.in_pass` or `entry.speculative`).
+        needs: "pass" and "future" (see `EvictionPolicy.needs`).
         bypass: whether the batch's own entries may leave at its end too.
         scope: the only scope it has.
 
     Raises:
         InputError: a declaration that cannot be used.
     """
+    if callable(kind):
+        raise InputError(f'policy {_name_of(kind)}: write @eviction("static") or @eviction("dynamic")')
 
     def declare(key: KeyFunction) -> EvictionPolicy:
         where = _check_function(key, _KEY_ARGUMENTS)
-        common = _check_eviction(
-            where, key, touch, state, knobs, needs, {"ids", "pass", "future"}, scope, source
-        )
-        return EvictionPolicy(key=key, bypass=bypass, **common)
+        if kind not in ("static", "dynamic"):
+            raise InputError(f"{where}: kind {kind!r} must be static or dynamic")
+        if kind == "static" and "pass" in needs:
+            raise InputError(f"{where}: needs 'pass', which changes by itself; declare it dynamic")
+        common = _check_eviction(where, key, touch, state, knobs, needs, {"pass", "future"}, scope, source)
+        return EvictionPolicy(kind=kind, touch=touch, bypass=bypass, **common)
 
     return declare
 
 
-def whole_cache(
+def queue(
     *,
-    touch: TouchFunction | None = None,
     state: Mapping[str, float] | None = None,
     scalars: Mapping[str, float] | None = None,
     knobs: Mapping[str, Knob] | None = None,
@@ -174,12 +185,14 @@ def whole_cache(
     bypass: bool = False,
     scope: Scope | None = None,
     source: str = "",
-) -> Callable[[EvictFunction], EvictionPolicy]:
-    """Declare an eviction policy that looks at the whole cache at every batch's end (`EvictFunction`).
+) -> Callable[[QueueFunction], EvictionPolicy]:
+    """Declare an eviction policy that keeps its entries in queues, with the tools of `simlab.queues`.
+
+    It runs at every batch's end, compiled by numba alone; the JAX scan cannot run it.
 
     Args:
         state: names and first values of per-entry state; `scalars`: of state a whole cache has once.
-        needs: "future" and "training"; the latter wants `prepare`.
+        needs: "training", which wants `prepare`.
         prepare: gives the first values of state from counts over a training part (`PrepareFunction`).
         bypass, scope: as for `eviction`.
 
@@ -187,21 +200,15 @@ def whole_cache(
         InputError: a declaration that cannot be used.
     """
 
-    def declare(evict: EvictFunction) -> EvictionPolicy:
-        where = _check_function(evict, _EVICT_ARGUMENTS)
-        common = _check_eviction(
-            where, evict, touch, state, knobs, needs, {"future", "training"}, scope, source
-        )
+    def declare(function: QueueFunction) -> EvictionPolicy:
+        where = _check_function(function, _QUEUE_ARGUMENTS)
+        common = _check_eviction(where, function, None, state, knobs, needs, {"training"}, scope, source)
         once = _check_state(where, scalars)
-        if set(once) & set(common["state"]):
-            raise InputError(
-                f"{where}: state and scalars share the name '{min(set(once) & set(common['state']))}'"
-            )
         if ("training" in common["needs"]) != (prepare is not None):
             raise InputError(f"{where}: prepare and needs={{'training'}} go together; give both or neither")
         if prepare is not None:
             _check_arguments(f"{where}: prepare", prepare, _PREPARE_ARGUMENTS)
-        return EvictionPolicy(evict=evict, scalars=once, prepare=prepare, bypass=bypass, **common)
+        return EvictionPolicy(kind="queue", scalars=once, prepare=prepare, bypass=bypass, **common)
 
     return declare
 
@@ -217,19 +224,19 @@ def _check_eviction(
     scope: Scope | None,
     source: str,
 ) -> dict[str, Any]:
-    """The fields that both kinds of eviction policy have."""
+    """The fields that all kinds of eviction policy have."""
     if touch is not None:
         _check_arguments(f"{where}: touch", touch, _TOUCH_ARGUMENTS)
     if isinstance(needs, str) or not frozenset(needs) <= known:
         given = needs if isinstance(needs, str) else ", ".join(sorted(map(str, needs)))
         raise InputError(f"{where}: needs '{given}' must be a set of {', '.join(sorted(known))}")
     if "future" in needs and touch is None:
-        raise InputError(f"{where}: needs 'future' is told to touch, which it does not have")
+        raise InputError(f"{where}: needs 'future' is shown to touch, which it does not have")
     if scope not in (None, *get_args(Scope)):
         raise InputError(f"{where}: scope {scope!r} must be one of {', '.join(get_args(Scope))}")
     return {
         "name": _label(function),
-        "touch": touch,
+        "function": function,
         "state": _check_state(where, state),
         "knobs": _check_knobs(where, knobs),
         "needs": frozenset(needs),
@@ -280,7 +287,13 @@ def _check_function(function: Any, arguments: tuple[str, ...]) -> str:
 
 def _check_arguments(where: str, function: Any, arguments: tuple[str, ...]) -> None:
     try:
-        inspect.signature(function).bind(*arguments)
+        signature = inspect.signature(function)
+        if next(iter(signature.parameters), "") == "xp":
+            raise InputError(
+                f"{where}: takes xp, which policies no longer do; it must take ({', '.join(arguments)}), of one "
+                "candidate or entry, and import what it computes with from simlab.xp"
+            )
+        signature.bind(*arguments)
     except (TypeError, ValueError):
         raise InputError(f"{where} must be a function that takes ({', '.join(arguments)})") from None
 
@@ -332,32 +345,6 @@ def _check_learns(
     if train is not None:
         _check_arguments(f"{where}: train", train, ("training",))
     return dict(learns or {})
-
-
-# -- arithmetic ----------------------------------------------------------------------------------------------
-
-
-def rounded(xp: Any, product: Array) -> Array:
-    """`product`, rounded to its own precision before anything is added to it.
-
-    A compiler may contract a product and the sum that follows into one fused multiply-add, which rounds
-    once where NumPy rounds twice and decides some near-ties differently. A select between the two keeps
-    XLA from doing so (tests/test_rounding.py shows both). NumPy rounds every product as it is. Spec:
-    engine-semantics, section 1.
-    """
-    if xp.__name__ == "numpy":
-        return product
-    return xp.where(product == product, product, xp.float32(float("nan")))
-
-
-def quotient(xp: Any, dividend: Array, divisor: Array) -> Array:
-    """`dividend / divisor` as one correctly rounded float32 division.
-
-    XLA turns a division by a broadcast value into a product with its reciprocal, which rounds twice and
-    misses NumPy's and ggml's quotient in a quarter of cases. In float64 either form is so close that
-    rounding it to float32 gives the float32 quotient.
-    """
-    return (dividend.astype(xp.float64) / divisor.astype(xp.float64)).astype(xp.float32)
 
 
 # -- finding -------------------------------------------------------------------------------------------------

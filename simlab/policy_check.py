@@ -6,22 +6,23 @@ by whoever calls it, through `policy_error`.
 
 from __future__ import annotations
 
+import keyword
 import traceback
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 from simlab.errors import InputError
 from simlab.types import (
     Access,
-    CacheState,
-    Candidates,
-    Choice,
+    Candidate,
+    Entry,
     EvictionPolicy,
     LearnedValues,
     Policy,
+    Rerank,
     RoutingPolicy,
     Row,
+    Swap,
 )
 
 
@@ -31,26 +32,32 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
 
+def attribute(knob: str) -> str:
+    """A knob's name as an attribute: one that is a word of Python's own has `_` behind it."""
+    return knob + "_" if keyword.iskeyword(knob) else knob
+
+
 def policy_error(policy: Policy, error: BaseException) -> InputError:
     """What a policy's function raised as the one line that names it; Ctrl-C is raised again."""
     if isinstance(error, KeyboardInterrupt):
         raise error
     if isinstance(error, InputError):
         return error
-    functions = [policy.function, policy.train if isinstance(policy, RoutingPolicy) else policy.touch]
+    routing = isinstance(policy, RoutingPolicy)
+    functions = [policy.function, *([policy.train, policy.update] if routing else [policy.touch])]
     files = {f.__code__.co_filename for f in functions if hasattr(f, "__code__")}
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename in files]
     where = f"{policy.name}, line {frames[-1].lineno}" if frames else policy.name
     kinds = {c.__name__ for c in type(error).__mro__}
     if "TracerBoolConversionError" in kinds or "truth value of an array" in str(error):
-        what = "branches on a value (if, and, or, not, min, max, in); use xp.where, &, |, ~, xp.minimum"
+        what = "branches on a value (if, and, or, not, min, max, in); use &, |, ~ and simlab.xp's where and minimum"
     elif "TracerArrayConversionError" in kinds:
-        what = "calls NumPy itself; use xp, which is NumPy live and jax.numpy in a replay"
+        what = "calls NumPy itself; use simlab.xp"
     elif kinds & {"ConcretizationTypeError", "TracerIntegerConversionError"} or "Python scalar" in str(error):
-        what = "makes a Python number of an array; keep to xp and arrays"
+        what = "makes a Python number of its input; keep to operators and simlab.xp"
     elif isinstance(error, AttributeError) and isinstance(error.obj, LearnedValues):
         known = ", ".join(policy.learns if isinstance(policy, RoutingPolicy) else ()) or "nothing"
-        what = f"asks for candidates.learned.{error.name}, which it does not declare; it learns {known}"
+        what = f"asks for candidate.learned.{error.name}, which it does not declare; it learns {known}"
     elif isinstance(error, AttributeError) and isinstance(error.obj, SimpleNamespace):
         known = ", ".join(policy.knobs) or "none"
         what = f"asks for knob '{error.name}', which it does not declare; it declares {known}"
@@ -77,16 +84,18 @@ _CHECKED: set[tuple[Any, ...]] = set()
 
 
 def check_policy(policy: Policy) -> None:
-    """Run a policy with NumPy on four candidates and check what it returns, every time; once per process.
+    """Run a policy with NumPy on four candidates or entries and check what it returns, every time; once per process.
+
+    A queue policy is checked by compiling it, before its first use.
 
     Raises:
         InputError: it raised, returned something else than its contract says, or not the same again.
     """
+    declared = (policy.function, tuple(policy.state), policy.needs)
     if isinstance(policy, RoutingPolicy):
-        declared = (tuple(policy.state), policy.needs, tuple(policy.learns.items()), policy.ordered)
-        key = (policy.function, policy.stage, *declared)
+        key = (*declared, policy.stage, policy.update, tuple(policy.learns.items()), policy.ordered)
     else:
-        key = (policy.function, policy.touch, tuple(policy.state), tuple(policy.scalars), policy.needs)
+        key = (*declared, policy.touch, policy.kind)
     if key in _CHECKED:
         return
     import numpy as np
@@ -105,194 +114,108 @@ def check_policy(policy: Policy) -> None:
     _CHECKED.add(key)
 
 
-def _answers(policy: Policy) -> list[Any]:
-    """All a policy returns in a dry run."""
-    if isinstance(policy, EvictionPolicy):
-        return _try_eviction(policy)
-    return [_try_routing(policy, rows) for rows in ([()] if policy.stage == "width" else [(), (2,)])]
+def _answers(policy: Policy) -> Any:
+    """All a policy returns in a dry run; a queue policy has none without being compiled."""
+    if isinstance(policy, RoutingPolicy):
+        return _try_routing(policy)
+    return _try_eviction(policy) if policy.kind != "queue" else ()
 
 
 def _same(one: Any, other: Any) -> bool:
     import numpy as np
 
-    if isinstance(one, (tuple, list)):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(_same(one[name], other[name]) for name in one)
+    if isinstance(one, tuple):
+        return isinstance(other, tuple) and len(one) == len(other) and all(map(_same, one, other))
     return one is other or np.array_equal(one, other, equal_nan=np.asarray(one).dtype.kind in "fc")
 
 
-def _try_routing(policy: RoutingPolicy, lanes: tuple[int, ...]) -> Any:
-    """One row where `lanes` is empty, as in a live decode; several rows at once otherwise."""
+def _try_routing(policy: RoutingPolicy) -> Any:
     import numpy as np
 
     from simlab.routing import knob_values
 
-    k, shape = 2, (4, *lanes)
+    knobs = knob_values(policy.knobs, {})
+    if policy.stage == "width":
+        k = policy.function(np.int32(2), knobs)
+        _check_value(policy, "the k it returns", k, "iu", "a whole number", ())
+        return k
 
     def column(need: str | None, values: Any, dtype: Any) -> Any:
-        values = values if need is None or need in policy.needs else [0] * 4
-        array = np.resize(np.repeat(np.array(values, dtype), shape[1] if lanes else 1), shape)
-        # Live, what a policy is given may be the engine's own memory.
+        array = np.array(values if need is None or need in policy.needs else [0] * 4, dtype)
         array.flags.writeable = False
         return array
 
-    def learned(per: str) -> Any:
-        ones = np.ones({"layer": lanes, "expert": shape, "pair": (k, *shape)}[per], np.float32)
-        return ones[()]
-
-    def of_row(value: float, dtype: Any) -> Any:
-        return np.full(lanes, value, dtype)[()]
-
-    candidates = Candidates(
+    candidate = Candidate(
         value=column("scores", [0.5, 0.25, -1, -3], np.float32),
         expert=column(None, range(4), np.int32),
-        rank=column("rank" if policy.stage == "rerank" else None, range(4), np.int32),
+        rank=column("rank" if policy.stage != "drop" else None, range(4), np.int32),
         resident=column(None, [0, 1, 0, 1] if policy.uses_cache else [0] * 4, bool),
         weight=column("weights", [0.5, 0.25, 0.125, 0.125], np.float32),
         mass=column("mass", [0, 0.5, 0.75, 0.875], np.float32),
         lighter=column("lighter", [1, 0.5, 0.25, 0.125], np.float32),
-        learned=LearnedValues(**{name: learned(one.per) for name, one in policy.learns.items()}),
+        learned=LearnedValues(**{name: column(None, [1] * 4, np.float32) for name in policy.learns}),
     )
     row = Row(
-        of_row(k, np.int32),
-        of_row(0, np.int32),
-        of_row(0.5, np.float32),
-        of_row(3.5, np.float32),
-        of_row(2 if policy.uses_cache else 0, np.int32),
-        of_row(0.5, np.float32),
-    )
-    state = {name: of_row(value, np.float32) for name, value in policy.state.items()}
-    returned = policy.function(np, candidates, row, state, knob_values(policy.knobs, {}))
-    if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[0], Choice):
-        raise _bad(policy, f"must return (Choice(...), state), not {_described(returned)}")
-    choice, new_state = returned
-    if policy.stage == "width":
-        _check_value(policy, "Choice(k=...)", choice.k, "iu", "a whole number", lanes)
-    elif policy.stage == "rerank":
-        _check_value(policy, "Choice(value=...)", choice.value, "fiub", "numbers", shape)
-        _check_value(policy, "Choice(tier=...)", choice.tier, "iub", "whole numbers", shape)
-        _check_value(policy, "Choice(active=...)", choice.active, "b", "bool, one per row", lanes)
-        if policy.ordered:
-            # Three of them, but two are in RAM: what a policy makes of all others alike may then be picked.
-            wider = policy.function(
-                np, candidates, row._replace(k=of_row(3, np.int32)), state, knob_values(policy.knobs, {})
-            )[0]
-            if not _is_ordered(choice, shape, strictly=False) or (
-                np.any(wider.active) and not _is_ordered(wider, shape, strictly=True)
-            ):
-                raise _bad(
-                    policy,
-                    "is declared ordered, but does not put the higher of two scores first, or makes them one",
-                )
-    elif policy.stage == "swap":
-        _check_value(policy, "Choice(replace=...)", choice.replace, "b", "bool", shape)
-        by_slot = np.ndim(choice.value) > len(shape)
-        _check_value(
-            policy, "Choice(value=...)", choice.value, "fiub", "numbers", (k, *shape) if by_slot else shape
-        )
-        _check_value(policy, "Choice(active=...)", choice.active, "b", "bool, one per row", lanes)
-    else:
-        _check_value(policy, "Choice(drop=...)", choice.drop, "b", "bool", shape)
-    if policy.state:
-        _check_new_state(policy, "the state it returns", new_state, lanes)
-    return choice, new_state if policy.state else None
+        np.int32(2), np.int32(0), np.float32(0.5), np.float32(3.5), np.int32(2 if policy.uses_cache else 0),
+        np.float32(0.5),
+    )  # fmt: skip
+    state = tuple(np.float32(value) for value in policy.state.values())
+    if policy.update is not None:
+        state = policy.update(row, state, knobs)
+        _check_state(policy, "what update returns", state, ())
+    found = policy.function(candidate, row, state, knobs)
+    if policy.stage == "drop":
+        _check_value(policy, "what it returns", found, "b", "bool", (4,))
+        return found, state
+    kind = Rerank if policy.stage == "rerank" else Swap
+    if not isinstance(found, kind):
+        raise _bad(policy, f"must return {kind.__name__}({', '.join(kind._fields)}), not {_described(found)}")
+    name = kind.__name__
+    _check_value(policy, f"{name}.value", found.value, "fiub", "numbers", (4,))
+    _check_value(policy, f"{name}.active", found.active, "b", "bool, one per row", ())
+    if isinstance(found, Swap):
+        _check_value(policy, f"{name}.replace", found.replace, "b", "bool", (4,))
+        return tuple(found), state
+    _check_value(policy, f"{name}.tier", found.tier, "iub", "whole numbers", (4,))
+    if policy.ordered:
+        # Candidates two places apart are alike in residency, and the last two are none of the router's two picks.
+        tier, value = (np.broadcast_to(x, (4,)) for x in (found.tier, found.value))
+        behind = (tier[:2] < tier[2:]) | ((tier[:2] == tier[2:]) & (value[:2] < value[2:]))
+        if behind.any():
+            raise _bad(policy, "is declared ordered, but puts the lower of two scores first")
+    return tuple(found), state
 
 
-def _is_ordered(choice: Choice, shape: tuple[int, ...], *, strictly: bool) -> bool:
-    """Whether of four candidates, best first, two places apart alike in residency, the better comes first.
-
-    Args:
-        strictly: also where both are at -inf, which is where a policy puts what must not be picked.
-    """
-    import numpy as np
-
-    ranked = [np.broadcast_to(x, shape) for x in (choice.tier, choice.value)]
-    (tier, lower_tier), (value, lower_value) = ((x[:2], x[2:]) for x in ranked)
-    first = (tier > lower_tier) | ((tier == lower_tier) & (value > lower_value))
-    shut_out = (tier == lower_tier) & (value == lower_value) & np.isneginf(value)
-    return bool(np.all(first if strictly else first | shut_out))
-
-
-def _try_eviction(policy: EvictionPolicy) -> list[Any]:
-    import numpy as np
-
-    from simlab.routing import entry_facts, first_state, knob_values
-
-    position, batch, knobs = np.array([3, 1, 7, 5]), np.int64(4), knob_values(policy.knobs, {})
-    state, expert = first_state(policy.state, (4,)), np.arange(4, dtype=np.int32)
-    answers: list[Any] = []
-    if policy.key is not None:
-        facts = entry_facts(policy, np.int32(0), expert, position > 5, position > 9)
-        key = policy.key(np, state | facts, position, batch, knobs)
-        _check_value(policy, "the key it returns", key, "iuf", "int64 or float64", (4,))
-        answers.append(key)
-    if policy.touch is not None:
-        first = np.array([True, True, False, True])
-        weight = np.full(4, 0.25, np.float32)
-        access = Access(position, first, first & (expert > 0), weight, batch, np.int32(0), expert)
-        answers.append(policy.touch(np, state, access, knobs))
-        _check_new_state(policy, "what touch returns", answers[-1], (4,))
-    if policy.evict is not None:
-        answers += [_try_whole_cache(policy, ()), _try_whole_cache(policy, (2,))]
-    return answers
-
-
-def _try_whole_cache(policy: EvictionPolicy, lanes: tuple[int, ...]) -> Any:
-    """A cache of four entries of 10 bytes, of which the last one's batch brought it 10 bytes over budget."""
+def _try_eviction(policy: EvictionPolicy) -> Any:
     import numpy as np
 
     from simlab.routing import first_state, knob_values
 
-    def column(values: list[Any], dtype: Any) -> Any:
-        return (
-            np.repeat(np.array(values, dtype), lanes[0]).reshape(-1, *lanes)
-            if lanes
-            else np.array(values, dtype)
-        )
-
-    cache = CacheState(
-        resident=column([1, 1, 1, 1, 0], bool),
-        touched=column([0, 0, 0, 1, 0], bool),
-        hit=column([0] * 5, bool),
-        position=column([3, 1, 5, 7, 2], np.int64),
-        bytes=column([10] * 5, np.int64),
-        over=np.full(lanes, 10, np.int64)[()],
-        capacity=np.full(lanes, 30, np.int64)[()],
-        batch=np.int64(4),
-    )
-    state = first_state(policy.state, (5, *lanes)) | first_state(policy.scalars, lanes)
-    assert policy.evict is not None
-    returned = policy.evict(np, cache, dict(state), knob_values(policy.knobs, {}))
-    if not isinstance(returned, tuple) or len(returned) != 2:
-        raise _bad(policy, f"must return (leaving, state), not {_described(returned)}")
-    leaving, new_state = returned
-    _check_value(policy, "the entries that leave", leaving, "b", "bool", cache.resident.shape)
-    leaves = np.broadcast_to(leaving, cache.resident.shape) & cache.resident
-    if not policy.bypass and (leaves & cache.touched).any():
-        raise _bad(
-            policy, "evicts an entry of the batch itself; leave out cache.touched, or declare bypass=True"
-        )
-    if ((leaves * cache.bytes).sum(axis=0) < cache.over).any():
-        raise _bad(policy, "leaves the cache above its budget though entries could go; free cache.over bytes")
-    names = {**policy.state, **policy.scalars}
-    if not isinstance(new_state, Mapping) or set(new_state) != set(names):
-        listed = ", ".join(names) or "nothing"
-        raise _bad(
-            policy,
-            f"the state it returns must be a dict of what it declared ({listed}), not {_described(new_state)}",
-        )
-    for name, value in new_state.items():
-        shape = (5, *lanes) if name in policy.state else lanes
-        _check_value(policy, f"the state it returns: '{name}'", value, "fiub", "numbers", shape)
-    return returned
+    knobs, expert = knob_values(policy.knobs, {}), np.arange(4, dtype=np.int32)
+    state = tuple(first_state(policy.state, (4,)).values())
+    position, batch, none = np.array([3, 1, 7, 5]), np.int64(4), np.zeros(4, bool)
+    if policy.touch is not None:
+        first = np.array([True, True, False, True])
+        weight = np.full(4, 0.25, np.float32)
+        access = Access(position, first, first & (expert > 0), weight, batch, np.int32(0), expert)
+        state = policy.touch(state, access, knobs)
+        _check_state(policy, "what touch returns", state, (4,))
+    key = policy.function(Entry(position, np.int32(0), expert, none, none, batch), state, knobs)
+    _check_value(policy, "the key it returns", key, "iuf", "a number", (4,))
+    if policy.kind == "static":
+        later = Entry(position, np.int32(0), expert, ~none, ~none, batch + 40)
+        if not np.array_equal(
+            np.broadcast_to(key, (4,)), np.broadcast_to(policy.function(later, state, knobs), (4,))
+        ):
+            raise _bad(policy, "is declared static, but its key changes with entry.batch; declare it dynamic")
+    return key, state
 
 
-def _check_new_state(policy: Policy, what: str, new: Any, shape: tuple[int, ...]) -> None:
-    if not isinstance(new, Mapping) or set(new) != set(policy.state):
+def _check_state(policy: Policy, what: str, new: Any, shape: tuple[int, ...]) -> None:
+    if not isinstance(new, tuple) or len(new) != len(policy.state):
         names = ", ".join(policy.state) or "nothing"
-        raise _bad(policy, f"{what} must be a dict of what it declared ({names}), not {_described(new)}")
-    for name, value in new.items():
+        raise _bad(policy, f"{what} must be a tuple of what it declared ({names}), not {_described(new)}")
+    for name, value in zip(policy.state, new, strict=True):
         _check_value(policy, f"{what}: '{name}'", value, "fiub", "numbers", shape)
 
 
@@ -316,10 +239,8 @@ def _check_value(
 
 
 def _described(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return f"a dict of {', '.join(map(str, value)) or 'nothing'}"
-    if isinstance(value, Choice):
-        return "a Choice alone"
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return f"a tuple of {len(value)}"
     return "None" if value is None else f"a {type(value).__name__}"
 
 

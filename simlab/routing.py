@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from simlab.policy_check import policy_error, wrong_value
-from simlab.types import Access, Array, CacheState, Candidates, Choice, EvictionPolicy, Knob, Row, Step
+from simlab.policy_check import attribute, policy_error
+from simlab.types import Access, Array, Candidate, Entry, EvictionPolicy, Knob, Policy, Row, Step
 
 _EXPERT_BITS = 16
 _LAST_ID = (1 << _EXPERT_BITS) - 1
 _NO_SLOT = -1
 NO_EXPERT = 1 << _EXPERT_BITS
-"""In `wrong`: no expert."""
 
 
 class Rerouted(NamedTuple):
@@ -33,7 +32,7 @@ class Rerouted(NamedTuple):
     """int32 `[...]`: executed experts that were not in the router's set."""
     state: Any
     wrong: Array = NO_EXPERT
-    """int32 `[...]`: the first expert whose value is none (`is_wrong`), `NO_EXPERT` if there is none."""
+    """int32 `[...]`: the first candidate whose value is none (`is_wrong`), else `NO_EXPERT`."""
 
 
 class Dropped(NamedTuple):
@@ -52,21 +51,17 @@ def knob_values(knobs: Mapping[str, Knob], values: Mapping[str, float]) -> Simpl
     """A policy's knobs as NumPy float32 or int32 scalars, by its declarations; those not given at their defaults."""
     return SimpleNamespace(
         **{
-            name: (np.int32 if knob.integer else np.float32)(values.get(name, knob.default))
+            attribute(name): (np.int32 if knob.integer else np.float32)(values.get(name, knob.default))
             for name, knob in knobs.items()
         }
     )
 
 
 def width(step: Step, k: int) -> int:
-    """The k' of a width step where the model's own is `k`; it sees nothing else, as it holds for the whole run."""
-    zeros = np.zeros(1, np.float32)
-    one = Candidates(zeros, zeros.astype(np.int32), zeros.astype(np.int32), zeros > 0, zeros)
-    row = Row(np.int32(k), np.int32(0), np.float32(0), np.float32(0), np.int32(0))
+    """The k' of a width step where the model's own is `k`."""
     policy = step.policy
     try:
-        choice, _ = policy.function(np, one, row, {}, knob_values(policy.knobs, step.knobs))
-        return int(choice.k)
+        return int(policy.function(np.int32(k), knob_values(policy.knobs, step.knobs)))
     except BaseException as error:
         raise policy_error(policy, error) from error
 
@@ -79,54 +74,39 @@ def is_wrong(xp: Any, value: Array, *given: Array) -> Array:
     return made | (value != value)
 
 
-def first_wrong(xp: Any, choice: Choice, candidates: Candidates, armed: Array, n_expert: int) -> Array:
-    """`Rerouted.wrong` of a choice, in rows that are `armed` and active; ids from `n_expert` on are none."""
-    wrong = (
-        is_wrong(xp, choice.value, candidates.value) & armed & choice.active & (candidates.expert < n_expert)
-    )
-    expert = xp.where(wrong, candidates.expert, NO_EXPERT)
-    return expert.min(axis=tuple(range(expert.ndim - candidates.expert.ndim + 1))).astype(xp.int32)
+def _first_wrong(xp: Any, choice: Any, candidate: Candidate, active: Array, n_expert: int) -> Array:
+    """`Rerouted.wrong` of a choice, in rows that are `active`; ids from `n_expert` on are none."""
+    wrong = is_wrong(xp, choice.value, candidate.value) & active & (candidate.expert < n_expert)
+    expert = xp.where(wrong, candidate.expert, NO_EXPERT)
+    return expert.min(axis=tuple(range(expert.ndim - candidate.expert.ndim + 1))).astype(xp.int32)
 
 
 def decide(
-    xp: Any, step: Step, candidates: Candidates, row: Row, state: dict[str, Array], knobs: SimpleNamespace
-) -> tuple[Choice, dict[str, Array]]:
-    """What a policy makes of rows: values as float32 of the candidates' shape, bool flags, float32 state.
+    xp: Any, step: Step, candidate: Candidate, row: Row, state: dict[str, Array], knobs: SimpleNamespace
+) -> tuple[Any, dict[str, Array]]:
+    """What a policy makes of rows: a `Rerank` or `Swap` of the candidates' shape, or bool flags; and its new state.
 
-    A `swap` policy's values keep a leading slot axis where it gave one.
+    A `swap` policy's values keep a leading slot axis where what it learned has one.
 
     Raises:
-        InputError: the policy failed, in one line that names it; with NumPy also where a value is none (`is_wrong`).
+        InputError: the policy failed, in one line that names it.
     """
-    policy, shape = step.policy, candidates.value.shape
+    policy, shape = step.policy, candidate.value.shape
     try:
-        choice, new_state = policy.function(xp, candidates, row, state, knobs)
+        if policy.update is not None:
+            new = policy.update(row, _in_order(policy, state), knobs)
+            state = {name: xp.asarray(x, dtype=xp.float32) for name, x in zip(policy.state, new, strict=True)}
+        found = policy.function(candidate, row, _in_order(policy, state), knobs)
+        if policy.stage == "drop":
+            return xp.broadcast_to(xp.asarray(found, dtype=bool), shape), state
+        value = xp.asarray(found.value, dtype=xp.float32)
         if policy.stage == "rerank":
-            value = xp.asarray(choice.value, dtype=xp.float32)
-            if value is not choice.value:
-                choice = choice._replace(value=value)
-            if value.shape != shape:
-                choice = choice._replace(value=xp.broadcast_to(value, shape))
-        elif policy.stage == "swap":
-            value = xp.asarray(choice.value, dtype=xp.float32)
-            by_slot = value.shape[:1] if value.ndim > len(shape) else ()
-            replaced = xp.broadcast_to(xp.asarray(choice.replace, dtype=bool), shape)
-            choice = choice._replace(value=xp.broadcast_to(value, by_slot + shape), replace=replaced)
-        else:
-            dropped = xp.asarray(choice.drop, dtype=bool)
-            if dropped.shape != shape:
-                dropped = xp.broadcast_to(dropped, shape)
-            choice = choice._replace(drop=dropped)
-        if policy.state:
-            new_state = {name: xp.asarray(new_state[name], dtype=xp.float32) for name in policy.state}
-        # The largest of values tells of NaN too.
-        if xp is np and policy.stage != "drop" and not choice.value.max(initial=-np.inf) < np.inf:
-            expert = int(first_wrong(np, choice, candidates, np.True_, NO_EXPERT).min())
-            if expert < NO_EXPERT:
-                raise wrong_value(policy, f"expert {expert}", f"MoE layer {np.max(row.layer)}")
+            return found._replace(value=xp.broadcast_to(value, shape)), state
+        by_slot = value.shape[:1] if value.ndim > len(shape) else ()
+        replaced = xp.broadcast_to(xp.asarray(found.replace, dtype=bool), shape)
+        return found._replace(value=xp.broadcast_to(value, by_slot + shape), replace=replaced), state
     except BaseException as error:
         raise policy_error(policy, error) from error
-    return choice, new_state if policy.state else state
 
 
 def first_state(state: Mapping[str, float], shape: tuple[int, ...]) -> dict[str, Array]:
@@ -137,41 +117,26 @@ def first_state(state: Mapping[str, float], shape: tuple[int, ...]) -> dict[str,
     }
 
 
-def entry_facts(
-    policy: EvictionPolicy, layer: Array, expert: Array, in_pass: Array, speculative: Array
-) -> dict[str, Array]:
-    """What a key policy asked to find in its state beside its own."""
-    facts: dict[str, Array] = {}
-    if "ids" in policy.needs:
-        facts |= {"layer": layer, "expert": expert}
-    if "pass" in policy.needs:
-        facts |= {"in_pass": in_pass, "speculative": speculative}
-    return facts
+def _in_order(policy: Policy, state: Mapping[str, Array]) -> tuple[Array, ...]:
+    """State as a policy takes it; JAX gives back mappings in another order."""
+    return tuple(state[name] for name in policy.state)
 
 
 def eviction_key(
-    xp: Any,
-    policy: EvictionPolicy,
-    state: dict[str, Array],
-    last_position: Array,
-    batch: Array,
-    knobs: SimpleNamespace,
-) -> tuple[Array, Array | None]:
-    """A policy's key for every entry, a constant one repeated; and which are none (`is_wrong`), None of ints.
+    xp: Any, policy: EvictionPolicy, state: dict[str, Array], entry: Entry, knobs: SimpleNamespace
+) -> tuple[Array, Array]:
+    """A policy's key for every entry, float64; and which are none (`is_wrong`).
 
     Raises:
         InputError: the policy failed, in one line that names it.
     """
     try:
-        assert policy.key is not None
-        key = xp.asarray(policy.key(xp, state, last_position, batch, knobs))
-        key = xp.broadcast_to(key, last_position.shape)
+        key = xp.asarray(policy.function(entry, _in_order(policy, state), knobs)).astype(xp.float64)
+        key = xp.broadcast_to(key, entry.position.shape)
     except BaseException as error:
         raise policy_error(policy, error) from error
-    if not xp.issubdtype(key.dtype, xp.floating):
-        return key, None
     wrong = is_wrong(xp, key, *(x for x in state.values() if xp.issubdtype(x.dtype, xp.floating)))
-    return xp.where(xp.isnan(key), -xp.inf, key), wrong
+    return xp.where(wrong, -xp.inf, key), wrong
 
 
 def touch_state(
@@ -185,31 +150,10 @@ def touch_state(
     assert policy.touch is not None
     shape = access.expert.shape
     try:
-        new = policy.touch(xp, dict(state), access, knobs)
-        return {name: xp.broadcast_to(xp.asarray(new[name]), shape) for name in state}
+        new = policy.touch(_in_order(policy, state), access, knobs)
+        return {n: xp.broadcast_to(xp.asarray(x), shape) for n, x in zip(policy.state, new, strict=True)}
     except BaseException as error:
         raise policy_error(policy, error) from error
-
-
-def settle(
-    xp: Any, policy: EvictionPolicy, cache: CacheState, state: dict[str, Array], knobs: SimpleNamespace
-) -> tuple[Array, dict[str, Array]]:
-    """Run a whole-cache policy at a batch's end: the entries that leave, and its new state, dtypes kept.
-
-    Raises:
-        InputError: the policy failed, in one line that names it.
-    """
-    assert policy.evict is not None
-    try:
-        leaving, new = policy.evict(xp, cache, dict(state), knobs)
-        state = {
-            name: xp.broadcast_to(xp.asarray(new[name]), old.shape).astype(old.dtype)
-            for name, old in state.items()
-        }
-        leaving = cache.resident & leaving
-    except BaseException as error:
-        raise policy_error(policy, error) from error
-    return leaving if policy.bypass else leaving & ~cache.touched, state
 
 
 def _sortable(xp: Any, value: Array) -> Array:
@@ -258,7 +202,7 @@ def rerank(
     xp: Any,
     step: Step,
     knobs: SimpleNamespace,
-    candidates: Candidates,
+    candidates: Candidate,
     row: Row,
     router: Array,
     armed: Array,
@@ -291,7 +235,7 @@ def rerank(
     substituted = xp.where(active, is_new.sum(axis=0), 0).astype(xp.int32)
     experts = xp.where(substituted > 0, picked, router)
     state = {name: xp.where(armed, new_state[name], state[name]) for name in state}
-    wrong = first_wrong(xp, choice, candidates, armed & (n_slots > 0) & (row.k < n_expert), n_expert)
+    wrong = _first_wrong(xp, choice, candidates, active, n_expert)
     return Rerouted(experts, xp.where(active, n_slots, 0).astype(xp.int32), substituted, state, wrong)
 
 
@@ -299,7 +243,7 @@ def swap(
     xp: Any,
     step: Step,
     knobs: SimpleNamespace,
-    candidates: Candidates,
+    candidates: Candidate,
     row: Row,
     router: Array,
     usable: Array,
@@ -337,7 +281,7 @@ def swap(
         xp.where(active, n_slots, 0).astype(xp.int32),
         n_swapped.astype(xp.int32),
         state,
-        first_wrong(xp, choice, candidates, active, n_expert),
+        _first_wrong(xp, choice, candidates, active, n_expert),
     )
 
 
@@ -359,7 +303,7 @@ def drop(
     xp: Any,
     step: Step,
     knobs: SimpleNamespace,
-    slots: Candidates,
+    slots: Candidate,
     row: Row,
     armed: Array,
     state: Any,
@@ -377,7 +321,7 @@ def drop(
     if "lighter" in step.policy.needs:
         slots = slots._replace(lighter=lighter_sums(xp, weight))
     choice, new_state = decide(xp, step, slots, row, state, knobs)
-    dropped = choice.drop & exists & armed & (slot != top_slot)
+    dropped = choice & exists & armed & (slot != top_slot)
     top_expert = xp.take_along_axis(slots.expert, top_slot[None], axis=0)[0]
     walk = xp.where(dropped, top_expert, slots.expert)
     state = {name: xp.where(armed, new_state[name], state[name]) for name in state}

@@ -7,19 +7,18 @@
 - *lane*: in the replayer, one cell of a sweep; in the engine, one reader thread.
 - *residency*: 0 missing, 1 in RAM, 2 in RAM by speculation.
 
-Array shapes: `C` candidates (experts or slots) come first, `...` stands for whatever the caller runs at
-once (nothing in the live engine, lanes in the replayer), so a policy broadcasts without knowing which.
+Policies are functions of one candidate or entry: the compiled loop gives them numbers, the scan arrays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 Array = Any
-"""A NumPy array in the live engine, a JAX array in the replayer."""
+"""A number in the compiled loop, a NumPy or JAX array elsewhere."""
 
 PREFILL, DECODE = 0, 1
 NEVER = 2**62
@@ -36,7 +35,7 @@ Stage = Literal["width", "rerank", "swap", "drop"]
 
 
 class Knob(NamedTuple):
-    """One number a policy takes. It is data: the replayer gives one value per lane."""
+    """One number a policy takes. It is data: every setting of a sweep has its own."""
 
     default: float
     low: float
@@ -56,78 +55,77 @@ class Learned(NamedTuple):
 
 
 class LearnedValues(SimpleNamespace):
-    """What a policy learned, float32, laid along its inputs: per layer `[...]`, per expert `[C, ...]`; per pair
-    `[K, C, ...]`, for each slot the values of its expert with every candidate."""
+    """What a policy learned about a candidate, float32, by name; per pair, also about the slot's expert."""
 
 
-class Candidates(NamedTuple):
-    """What a routing policy may look at, element by element. Fields it did not declare in `needs` are zeros.
+class Candidate(NamedTuple):
+    """What a routing policy may look at: an expert, or for a `drop` policy a slot. Fields not declared are zeros.
 
-    For a `rerank` policy the candidates are the experts of one layer that may be chosen, in any order; for a
-    `swap` policy they are all of them by id; for a `drop` policy the k slots of the routing, in slot order.
+    In the compiled loop every field is one number; the scan gives arrays `[C, ...]` of all candidates at once.
     """
 
     value: Array
-    """float32 `[C, ...]`: the ranking value, ln p where the graph sorted probabilities; never NaN."""
+    """float32: the ranking value, ln p where the graph sorted probabilities; never NaN (needs "scores")."""
     expert: Array
-    """int32 `[C, ...]`: expert id."""
+    """int: expert id."""
     rank: Array
-    """int32 `[C, ...]`: place in the router's own ranking, 0 is its first pick (needs "rank"); for slots, the slot."""
+    """int: place in the router's own ranking, 0 is its first pick (needs "rank"); for slots, the slot."""
     resident: Array
-    """bool `[C, ...]`: in RAM at the start of the batch."""
+    """bool: in RAM at the start of the batch."""
     weight: Array
-    """float32 `[C, ...]`: the weight the expert matmul would apply under the routing so far, 0 for experts
-    outside it (needs "weights")."""
+    """float32: the weight the expert matmul would apply under the routing so far, 0 for experts outside it (needs
+    "weights")."""
     mass: Array = 0.0
-    """float32 `[C, ...]`: the router's probability of all experts it ranks before this one, 0 for its first
-    (needs "mass"; not for slots)."""
+    """float32: the router's probability of all experts it ranks before this one, 0 for its first (needs "mass"; not
+    for slots)."""
     lighter: Array = 0.0
-    """float32 `[C, ...]`, for slots alone: the weight of this slot and all lighter ones, of equal ones the later
-    counts as lighter (needs "lighter")."""
-    learned: LearnedValues = LearnedValues()
+    """float32, for slots alone: the weight of this slot and all lighter ones, of equal ones the later counts as
+    lighter (needs "lighter")."""
+    learned: Any = LearnedValues()
     """What `train` returned, by name (declared by `learns`)."""
 
 
 class Row(NamedTuple):
-    """One token at one MoE layer: what is known of the whole row. Every field has shape `[...]`."""
+    """One token at one MoE layer: what is known of the whole row."""
 
     k: Array
-    """int32: experts per token in force (after any `width` policy)."""
+    """int: experts per token in force (after any `width` policy)."""
     layer: Array
-    """int32: index among the MoE layers."""
+    """int: index among the MoE layers."""
     top: Array
     """float32: largest finite ranking value of the row (0 if none is finite)."""
     range: Array
     """float32: largest minus smallest finite ranking value, rounded once."""
     n_resident: Array
-    """int32: resident experts of this layer, with "scores" only those of a finite ranking value."""
+    """int: resident experts of this layer, with "scores" only those of a finite ranking value."""
     heaviest: Array = 0.0
     """float32, for a `drop` policy alone: the largest weight of the row's slots (needs "weights")."""
 
 
-class Choice(NamedTuple):
-    """What a routing policy decides. Only the fields of its stage are read.
+class Rerank(NamedTuple):
+    """What a `rerank` policy makes of a candidate: the k of largest (tier, value) run, ties to the lower expert id."""
 
-    `width`: `k`, one whole number for the run from the knobs and the model's own k in `row.k`; all else is
-    zeros there. `rerank`: `value`, `tier`, `active`; the driver takes the k candidates with the largest
-    (tier, value), ties to the lower expert id. `swap`: `replace`, `value`, `active`; slot by slot, in order,
-    the driver gives a slot whose expert is flagged to the best remaining candidate: resident, outside the
-    router's k, not taken by an earlier slot, of a finite ranking value. `drop`: `drop`; the driver never drops
-    the top-weight slot.
+    value: Array
+    """Taken as float32; NaN is refused, and +inf where the candidate's own value is not."""
+    tier: Array
+    """A whole number."""
+    active: Array
+    """bool, alike for all candidates of a row: False leaves the row to the router and does not count it."""
+
+
+class Swap(NamedTuple):
+    """What a `swap` policy makes of a candidate.
+
+    Slot by slot, a slot whose expert is to be replaced goes to the best remaining candidate: resident, outside the
+    router's k, not taken by an earlier slot, of a finite ranking value.
     """
 
-    value: Array = None
-    """`[C, ...]`, taken as float32; `swap`: `[K, C, ...]` too, and -inf never takes a slot. NaN is refused, and +inf
-    where the candidate's own value is not."""
-    tier: Array = 0
-    """Whole numbers `[C, ...]`."""
-    active: Array = True
-    """bool `[...]`: False leaves this row to the router and does not count it as reranked."""
-    drop: Array = None
-    """bool `[C, ...]`."""
-    replace: Array = None
-    """bool `[C, ...]`: experts that, where the router picked them, are to be replaced."""
-    k: Array = None
+    replace: Array
+    """bool: as the router's expert, it is to be replaced."""
+    value: Array
+    """Its worth as a replacement, taken as float32; -inf never takes a slot, NaN is refused."""
+    active: Array
+    """bool, alike for all candidates of a row."""
 
 
 class Access(NamedTuple):
@@ -144,63 +142,57 @@ class Access(NamedTuple):
     batch: Array
     """int64: number of the batch since the start of the run."""
     layer: Array
-    """int32: MoE layer index."""
+    """int: MoE layer index."""
     expert: Array
-    """int32: expert id."""
+    """int: expert id."""
     next_position: Array = NEVER
     """int64: position of the entry's first occurrence after this batch, `NEVER` if none (needs "future")."""
     next_batch: Array = NEVER
     """int64: number of the batch of that occurrence (needs "future")."""
 
 
-class CacheState(NamedTuple):
-    """One cache at the end of a batch, as a whole-cache eviction policy sees it.
+class Entry(NamedTuple):
+    """One entry in RAM at a batch's end, given to an eviction policy's key."""
 
-    `N` entries come first: every (layer, expert), layer by layer. With scope `per_layer` each layer is a cache
-    of its own; entries of other layers are then neither resident nor touched, of no bytes, and what is said of
-    them is ignored.
-    """
-
-    resident: Array
-    """bool `[N, ...]`: in RAM, this batch's misses included."""
-    touched: Array
-    """bool `[N, ...]`: looked up in this batch."""
-    hit: Array
-    """bool `[N, ...]`: looked up in this batch, and in RAM before it."""
     position: Array
-    """int64 `[N, ...]`: place of the entry's last occurrence in the walk, below zero if it has had none."""
-    bytes: Array
-    """int64 `[N, ...]`: entry size, 0 for entries of other caches."""
-    over: Array
-    """int64 `[...]`: bytes held above `capacity`; zero or less: nothing has to leave."""
-    capacity: Array
-    """int64 `[...]`: the cache's budget in bytes."""
+    """int64: place of its last occurrence in the walk; below zero if it was read ahead and not used yet."""
+    layer: Array
+    """int: MoE layer index."""
+    expert: Array
+    """int: expert id."""
+    in_pass: Array
+    """bool: looked up since the current pass over the layers began (needs "pass")."""
+    speculative: Array
+    """bool: read ahead and not looked up yet (needs "pass")."""
     batch: Array
-    """int64: number of the batch since the start of the run."""
+    """int64: number of the batch that ends."""
 
 
-RoutingFunction = Callable[[ModuleType, Candidates, Row, Any, SimpleNamespace], tuple[Choice, Any]]
-"""`(xp, candidates, row, state, knobs) -> (choice, state)`, pure and elementwise over candidates."""
+RoutingFunction = Callable[..., Any]
+"""`rerank`, `swap`: `(candidate, row, state, knobs) -> Rerank | Swap`; `drop`: the same `-> bool`;
+`width`: `(k, knobs) -> int`. Pure, of one candidate."""
 
-TouchFunction = Callable[[ModuleType, dict[str, Array], Access, SimpleNamespace], dict[str, Array]]
-"""`(xp, state, access, knobs) -> state` for the entries one row touched."""
+UpdateFunction = Callable[[Row, tuple[Array, ...], Any], tuple[Array, ...]]
+"""`(row, state, knobs) -> state` of a layer, once per row of a decode graph, before its candidates are asked about."""
+
+TouchFunction = Callable[[tuple[Array, ...], Access, Any], tuple[Array, ...]]
+"""`(state, access, knobs) -> state` of the entry that one row touched."""
 
 TrainFunction = Callable[[Any], Mapping[str, Array]]
 """`(training) -> arrays` by name, from a `simlab.replay.training.Training`; runs once, with NumPy."""
 
-KeyFunction = Callable[[ModuleType, dict[str, Array], Array, Array, SimpleNamespace], Array]
-"""`(xp, state, last_position, batch, knobs) -> key`, int64 or float64: the smallest key is evicted first."""
+KeyFunction = Callable[[Entry, tuple[Array, ...], Any], Array]
+"""`(entry, state, knobs) -> key`, a number that float64 holds exactly: the smallest key is evicted first."""
 
-EvictFunction = Callable[
-    [ModuleType, CacheState, dict[str, Array], SimpleNamespace], tuple[Array, dict[str, Array]]
-]
-"""`(xp, cache, state, knobs) -> (leaving, state)` at every batch's end: bool `[N, ...]` of the entries that leave.
-`state` holds the per-entry state `[N, ...]` and the per-cache scalars `[...]`. It may reduce along the entries
-and loop with `simlab.whole_cache.repeat`."""
+QueueFunction = Callable[[Any, Any], None]
+"""`(cache, knobs) -> None` at every batch's end, compiled by numba: see `simlab.queues`."""
 
 PrepareFunction = Callable[[Array, Array, int, SimpleNamespace], dict[str, Array]]
 """`(counts, sizes, capacity, knobs) -> state` of one cache before a run that trains, with NumPy. int64 `[n]` each:
 batches of the training part that picked the entry, and its bytes; `capacity` in bytes."""
+
+Kind = Literal["static", "dynamic", "queue"]
+"""By what an eviction's order depends on: keys that change only with use; keys that change by themselves; links."""
 
 
 @dataclass(frozen=True)
@@ -216,13 +208,15 @@ class RoutingPolicy:
     """Inputs it needs of a trace: "scores", "rank", "weights", "mass", "lighter"."""
     state: Mapping[str, float] = field(default_factory=dict)
     """Names and first values (float32) of its per-layer state."""
+    update: UpdateFunction | None = None
+    """What changes `state`."""
     learns: Mapping[str, Learned] = field(default_factory=dict)
     train: TrainFunction | None = None
     """What fills `learns`."""
     uses_cache: bool = True
     """Whether it looks at residency; if not, it is shown none and runs without a cache too."""
     ordered: bool = False
-    """Of a rerank by scores alone: of experts alike in residency the higher score never has the lower (tier, value)."""
+    """Whether of two candidates outside the router's picks and alike in residency the higher-scored is never behind."""
     source: str = ""
     source_hash: str = ""
     version: int = 1
@@ -238,28 +232,28 @@ class RoutingPolicy:
 
 @dataclass(frozen=True)
 class EvictionPolicy:
-    """An eviction policy: what stays. Either one `key` per entry, or one `evict` over the whole cache.
+    """An eviction policy: what stays. A key per entry (static or dynamic), or a function over queues.
 
     With a key the victim is the entry of the smallest key, then least recent, then lower (layer, expert).
     """
 
     name: str
-    key: KeyFunction | None = None
-    evict: EvictFunction | None = None
+    kind: Kind
+    function: Callable[..., Any]
+    """A `KeyFunction`, or a `QueueFunction`."""
     touch: TouchFunction | None = None
     state: Mapping[str, float] = field(default_factory=dict)
-    """Names and first values of its per-entry state (int64 if the value is an int, else float64)."""
+    """Names and first values of its per-entry state (whole numbers if the value is an int)."""
     scalars: Mapping[str, float] = field(default_factory=dict)
-    """The same of the state that a whole cache has once."""
+    """The same of the state that a whole cache has once; of queue policies."""
     knobs: Mapping[str, Knob] = field(default_factory=dict)
     needs: frozenset[str] = frozenset()
-    """"ids": `state` also holds each entry's `layer` and `expert`, int32. "pass": also bool `in_pass`, looked up
-    since the current pass over the layers began, and `speculative`, read ahead and not looked up yet (both of
-    key policies). "future": `touch` is told next uses. "training": `prepare` runs on a training part."""
+    """"pass": `Entry` says `in_pass` and `speculative`. "future": `touch` is given next uses. "training": `prepare`
+    runs on a training part."""
     bypass: bool = False
     """Whether the batch's own entries may leave at its end too; without it they never do."""
     scope: Scope | None = None
-    """The only scope it has; None leaves it to the cell."""
+    """The only scope it has; None leaves it to the setting."""
     prepare: PrepareFunction | None = None
     source: str = ""
     source_hash: str = ""
@@ -267,13 +261,6 @@ class EvictionPolicy:
     """Of its rule: raised when the same inputs come to other victims."""
     origin: str = ""
     """File a user's policy is from; empty for what is built in."""
-
-    @property
-    def function(self) -> Callable[..., Any]:
-        """The function that decides."""
-        function = self.evict if self.key is None else self.key
-        assert function is not None
-        return function
 
 
 Policy = RoutingPolicy | EvictionPolicy

@@ -20,8 +20,7 @@ from simlab.policy import find_eviction
 from simlab.record.cache import LiveCache
 from simlab.replay.run import Replayer
 from simlab.replay.slots import slot_table
-from simlab.routing import knob_values
-from simlab.trace.store import open_trace
+from simlab.trace.store import Trace, open_trace
 from simlab.types import Cell, EvictionPolicy
 
 SHIPPED = Path(__file__).parent.parent / "traces" / "original.trace"
@@ -47,9 +46,7 @@ CACHES: dict[str, Callable[..., ref.Evicter]] = {
     "arc": ghosts.Arc,
     "lirs": ghosts.Lirs,
     "wtinylfu": ghosts.WTinyLfu,
-    "lecar": ghosts.LeCaR,
     "gdsf": ghosts.Gdsf,
-    "lhd": ghosts.Lhd,
 }
 """The same of policies that look at a whole cache."""
 SEERS: dict[str, Callable[..., ref.Evicter]] = {
@@ -65,7 +62,6 @@ WITH_KNOBS = (
     "s3fifo:first=0.3,ghosts=3",
     "lirs:hir=0.4,ghosts=0.3",
     "wtinylfu:window=0.3,sample=2",
-    "lecar:seed=3,rate=2,ghosts=0.2",
 )
 CAUSAL = (*(name for name in {**ENTRIES, **CACHES} if name != "lfu_decay"), *WITH_KNOBS)
 FUTURE = ("belady", "belady_bypass", "lookahead:m=9", "lookahead:m=0")
@@ -117,20 +113,30 @@ def as_reference(cell: Cell, trace: Synthetic, evict: str) -> ReferenceCell:
 def assert_evicts_as_reference(
     trace: Synthetic, evicts: Sequence[str], budgets: list[str], folder: Path, **options: Any
 ) -> None:
-    """Every slot's residency and read, and every count, as the reference has them; one program per policy."""
+    """Every slot's residency and read, and every count, as the reference has them, by the loop and by the scan."""
     routes = [options.pop("route", "original")]
     cells, specs = [], []
     for evict in evicts:
         cells += build_cells(budgets=budgets, evicts=[evict], routes=routes, **options)
         specs += [evict] * len(budgets)
-    replayer = Replayer(trace.write(folder), cells, detail=True)
+    written, some = trace.write(folder), 0
+    for backend in ("loop",) if of_name(evicts[0]).kind == "queue" else ("loop", "jax"):
+        some += _compared(written, trace, cells, specs, backend)
+    assert some > 0
+
+
+def _compared(
+    written: Trace, trace: Synthetic, cells: Sequence[Cell], specs: Sequence[str], backend: Any
+) -> int:
+    """Evictions of all cells, once everything was found equal."""
+    replayer = Replayer(written, cells, detail=True, backend=backend)
     while replayer.advance():
         pass
     some = 0
     for index, (cell, evict, numbers) in enumerate(zip(cells, specs, replayer.numbers(), strict=True)):
         golden = reference_replay(trace, as_reference(cell, trace, evict))
         table = slot_table(replayer, index)
-        what = f"{evict} {cell.budget.text}"
+        what = f"{backend} {evict} {cell.budget.text}"
         for name in ("expert", "residency", "read_bytes"):
             want, have = [s[name] for s in golden.slots], table[name].to_list()
             wrong = [i for i, (a, b) in enumerate(zip(have, want, strict=True)) if a != b]
@@ -142,7 +148,7 @@ def assert_evicts_as_reference(
             assert getattr(numbers.all, name) == want, f"{what}: {name}"
             assert getattr(numbers.decode, name) == getattr(golden.decode, name), f"{what}: {name}"
         some += numbers.all.evictions
-    assert some > 0
+    return some
 
 
 def hits_of(trace: Synthetic, budget: str, evict: str) -> list[bool]:
@@ -165,8 +171,7 @@ def live_hits(trace: Synthetic, budget: str, evict: str) -> list[bool]:
     k = effective_k(cell.route, header)
     sizes = np.array([header.entry_bytes[layer] for layer in header.moe_layers], np.int64)
     resolved = resolve_budget(cell.budget, cell.scope, header, k)
-    knobs = knob_values(policy.knobs, parse_evict(evict)[1])
-    cache = LiveCache(sizes, header.n_expert, resolved, policy, knobs, ordered=False)
+    cache = LiveCache(sizes, header.n_expert, k, resolved, policy, parse_evict(evict)[1])
     found: list[bool] = []
     start = 0
     while start < len(trace.rows):

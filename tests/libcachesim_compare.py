@@ -53,8 +53,6 @@ PAIRS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"window_size": 0.1},
         "it counts in a sketch, hits of the main cache alone",
     ),
-    "lecar": ("LeCaR", {}, "it draws other numbers, and forgets counts at eviction"),
-    "lhd": ("LHD", {}, "ours has fewer classes, and does not explore"),
 }
 
 

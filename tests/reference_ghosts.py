@@ -10,7 +10,7 @@ import functools
 import math
 from fractions import Fraction
 
-from reference_eviction import Close, Entry, Evicter, by_position, hashed, taken
+from reference_eviction import Close, Entry, Evicter, by_position, taken
 
 
 def total(entries: list[Entry], c: Close) -> int:
@@ -260,47 +260,6 @@ class WTinyLfu(Evicter):
             over -= c.sizes[victim]
 
 
-class LeCaR(Evicter):
-    """Vietri and others: two histories, and the weight of LRU against LFU."""
-
-    def __init__(self, seed: float = 0, rate: float = 0.45, ghosts: float = 1) -> None:
-        self.seed, self.ghosts = int(seed), ghosts
-        # A knob is a float32.
-        self.rate = float(Fraction(round(rate * 2**25), 2**25))
-        self.history: dict[str, dict[Entry, int]] = {"lru": {}, "lfu": {}}
-        self.w_lru = 0.5
-        self.uses: dict[Entry, int] = {}
-        self.looked_up = 0
-        self.evictions = 0
-
-    def close(self, c: Close) -> list[Entry]:
-        weight = {"lru": self.w_lru, "lfu": 1 - self.w_lru}
-        for name, history in self.history.items():
-            for x in [x for x in history if x in c.touched]:
-                regret = 0.005 ** ((self.looked_up - history.pop(x)) / c.capacity)
-                weight[name] *= math.exp(-self.rate * regret)
-        self.w_lru = min(max(weight["lru"] / sum(weight.values()), 0.01), 0.99)
-        self.looked_up += total(list(c.touched), c)
-        for x in c.touched:
-            self.uses[x] = self.uses.get(x, 0) + 1
-        left, over, victims = others(list(c.held), c), c.over, []
-        while over > 0 and left:
-            if hashed(self.seed, c.batch, self.evictions) < self.w_lru * 2**32:
-                name, victim = "lru", min(left, key=lambda e: c.held[e])
-            else:
-                name, victim = "lfu", min(left, key=lambda e: (self.uses[e], c.held[e]))
-            self.evictions += 1
-            self.history[name][victim] = self.looked_up
-            left.remove(victim)
-            victims.append(victim)
-            over -= c.sizes[victim]
-        for name, history in self.history.items():
-            order = sorted(history, key=lambda e: (history[e], e))
-            forget(order, part(self.ghosts, c), c)
-            self.history[name] = {e: history[e] for e in order}
-        return victims
-
-
 class Gdsf(Evicter):
     """Cherkasova: H = L + uses / size, in units of which the largest entry's use is 2^20."""
 
@@ -323,50 +282,4 @@ class Gdsf(Evicter):
             del self.uses[x]
         for x in set(c.touched) - c.hits:
             self.use(x, c)
-        return victims
-
-
-class Lhd(Evicter):
-    """Beckmann, Chen and Cidon, with the classes of ages and the whole numbers that policies/lhd.py states."""
-
-    def __init__(self) -> None:
-        self.date: dict[Entry, int] = {}
-        self.clock = self.since = 0
-        self.hit = [0] * 12
-        self.evicted = [0] * 12
-
-    def age_class(self, entry: Entry, c: Close) -> int:
-        age, bound = 16 * (self.clock - self.date[entry]), c.capacity
-        found = 0
-        while age >= bound and found < 11:
-            bound *= 2
-            found += 1
-        return found
-
-    def density(self, a: int) -> int:
-        """Hits from this class on, over the time in it and the later ones: a class is as long as all before it."""
-        hits = sum(self.hit[a:])
-        stays = sum(max(1, 2 ** (x - 1)) * sum(self.hit[x:] + self.evicted[x:]) for x in range(a, 12))
-        return int(hits * 2**20 // max(stays, 1))
-
-    def close(self, c: Close) -> list[Entry]:
-        for x in c.hits:
-            self.hit[self.age_class(x, c)] += 1024
-        looked_up = total(list(c.touched), c)
-        self.clock += looked_up
-        self.since += looked_up
-        if self.since >= c.capacity:
-            self.since = 0
-            self.hit = [n * 9 // 10 for n in self.hit]
-            self.evicted = [n * 9 // 10 for n in self.evicted]
-        self.date |= dict.fromkeys(c.touched, self.clock)
-        largest = max(c.sizes.values())
-
-        def key(entry: Entry) -> tuple[int, int]:
-            per_byte = largest * 2**10 // c.sizes[entry]
-            return self.density(self.age_class(entry, c)) * per_byte, c.held[entry]
-
-        victims = taken(sorted(others(list(c.held), c), key=key), c)
-        for x in victims:
-            self.evicted[self.age_class(x, c)] += 1024
         return victims

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
 import sys
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from synthetic import from_batches, generate, make_header, raw_logits
@@ -20,7 +18,6 @@ from simlab.bench.generate import PREFILL_TOKENS, generate_trace
 from simlab.bench.replay import check_counts, check_on_the_way, check_slots
 from simlab.bench.scaling import scaling
 from simlab.bench.scratch import scratch_folder
-from simlab.bench.spreading import spreading
 from simlab.bench.workload import Workload, grid
 from simlab.cells import build_cells
 from simlab.cli.main import main
@@ -346,27 +343,6 @@ def test_a_long_trace_is_replayed_in_a_process_of_its_own(capsys):
     assert found["long"]["ratio"] == pytest.approx(
         found["long"]["s_per_token"] / found["long"]["short_s_per_token"]
     )
-
-
-@pytest.mark.slow
-def test_one_device_and_all_are_timed_in_turns(tmp_path):
-    trace = Workload(16, 10, 2, 16).generate(tmp_path / "t.trace")
-    found = spreading(trace.path, 16, repeats=2)
-    if len(jax.local_devices()) == 1:
-        assert found is None
-        return
-    assert found is not None
-    assert found["devices"] > 1
-    assert found["cores"] == len(os.sched_getaffinity(0))
-    for name, over, times in (
-        ("one_core_over_all", "one_core_s", 1),
-        ("one_over_all", "one_s", 1),
-        ("ceiling", "one_core_s", found["cores"]),
-    ):
-        under = "every_core_s" if name == "ceiling" else "all_s"
-        low, high = (times * found[over][a] / found[under][b] for a, b in (("low", "high"), ("high", "low")))
-        assert low <= found[name]["median"] <= high
-    assert spreading(trace.path, 4, repeats=2) is None
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])

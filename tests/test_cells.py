@@ -160,12 +160,12 @@ def test_routes_refused(text: str, message: str) -> None:
 
 POLICY = '''
 from simlab.policy import routing
-from simlab.types import Choice, Knob
+from simlab.types import Knob, Rerank
 
 @routing("rerank", knobs={"a": Knob(0.5, 0, 1)}, needs={"scores"})
-def mine(xp, candidates, row, state, knobs):
+def mine(candidate, row, state, knobs):
     """Mine."""
-    return Choice(value=candidates.value * knobs.a), state
+    return Rerank(candidate.value * knobs.a, 0, True)
 '''
 
 
@@ -242,11 +242,11 @@ def test_the_k_of_a_width_policy_is_what_its_function_says(tmp_path: Path) -> No
     path.write_text(
         """
 from simlab.policy import routing
-from simlab.types import Choice, Knob
+from simlab.types import Knob
 
 @routing("width", knobs={"less": Knob(2, 0, 99, integer=True)})
-def half(xp, candidates, row, state, knobs):
-    return Choice(k=row.k - knobs.less), state
+def half(k, knobs):
+    return k - knobs.less
 """
     )
     assert effective_k(parse_route(str(path)), HEADER) == 2

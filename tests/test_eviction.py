@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import math
 
 import numpy as np
 import pytest
@@ -28,8 +27,8 @@ from simlab.errors import InputError
 from simlab.policy import builtin_policies, find_eviction
 from simlab.replay.run import replay, sweep
 from simlab.replay.slots import replay_slots
-from simlab.routing import first_state, knob_values
-from simlab.types import CacheState, EvictionPolicy
+from simlab.routing import knob_values
+from simlab.types import Entry, EvictionPolicy
 
 # -- by hand -------------------------------------------------------------------------------------------------
 
@@ -56,9 +55,6 @@ BY_HAND = {
     "lirs": "00010110101",  # 0 and 1 are LIR; 2, 3, 4 pass through Q
     "wtinylfu": "00010100100",  # 1, 2; candidate 1 (2 uses) against 3 (1): 3; 1; candidate 2 against 4: 4
     "gdsf": "00010100100",  # 1 (worth 1), 2 (1), 3 (2, like 1 but older), 1 (2), 4 (3, like 2 but older)
-    "lhd": "00010100100",  # no hits yet at the age of 1; 2; 3; 1
-    # Draws .908: LFU, 1; it comes back, LRU's weight .519, .003: LRU, 2; .205: LRU, 3; 2 comes back, .516, .257: 1
-    "lecar": "00010100100",
     "lookahead:m=0": "00010100100",
     "lookahead:m=2": "00010110101",  # 2 is out of sight, 3, 4
 }
@@ -94,8 +90,6 @@ SIX = make_header(n_layer=1, n_expert=6, k=1)
         ("wtinylfu", "3/layer", "000123450", "011000001"),
         # As above, but all counts are halved at the sixth lookup; then 4 ties with 0, and leaves.
         ("wtinylfu:sample=2", "3/layer", "000123450", "011000001"),
-        # Hits at ages of 1 and 3 lookups; 1, whose age is 2, earns least: 1/24 against 1/16 (LRU: 2).
-        ("lhd", "3/layer", "01210321", "00011010"),
         ("lru", "3/layer", "01210321", "00011000"),
     ],
 )
@@ -116,30 +110,6 @@ def test_arc_and_lirs_survive_a_scan():
     assert not any(live_hits(trace, "4/layer", "lru")[-2:])
     for evict in ("arc", "lirs"):
         assert all(live_hits(trace, "4/layer", evict)[-2:]), evict
-
-
-def test_lecar_learns_which_of_the_two_to_follow():
-    """The one weight, after a miss that LFU's history remembers, worked out with math.exp."""
-    policy = find_eviction("lecar")
-    assert policy.evict is not None
-    sizes = np.full(4, 10)
-    cache = CacheState(
-        resident=np.array([1, 1, 1, 0], bool),
-        touched=np.array([0, 0, 1, 0], bool),
-        hit=np.zeros(4, bool),
-        position=np.array([5, 6, 7, -1]),
-        bytes=sizes,
-        over=np.int64(0),
-        capacity=np.int64(30),
-        batch=np.int64(9),
-    )
-    state = first_state(policy.state, (4,)) | first_state(policy.scalars, ())
-    state |= {"evicted_by": np.array([0, 0, 2, 1]), "date": np.array([0, 0, 40, 50]), "clock": np.int64(70)}
-    _, after = policy.evict(np, cache, state, knob_values(policy.knobs, {"rate": 0.5}))
-    lfu = 0.5 * math.exp(-0.5 * 0.005 ** (30 / 30))
-    assert math.isclose(after["weight"], 0.5 / (0.5 + lfu), rel_tol=1e-9)
-    assert after["evicted_by"].tolist() == [0, 0, 0, 1]
-    assert after["clock"] == 80
 
 
 def test_the_conformance_case(tmp_path):
@@ -173,15 +143,10 @@ def test_random_by_hand(tmp_path):
         return h ^ (h >> 16)
 
     policy = find_eviction("random")
-    assert policy.key is not None
     layer, expert = np.array([0, 1, 47], np.int32), np.array([5, 0, 127], np.int32)
-    key = policy.key(
-        np,
-        {"layer": layer, "expert": expert},
-        np.zeros(3),
-        np.int64(7),
-        knob_values(policy.knobs, {"seed": 3}),
-    )
+    none = np.zeros(3, bool)
+    entry = Entry(np.zeros(3), layer, expert, none, none, np.int64(7))
+    key = policy.function(entry, (), knob_values(policy.knobs, {"seed": 3}))
     want = [mixed(mixed(mixed(mixed(3) ^ 7) ^ int(a)) ^ int(e)) for a, e in zip(layer, expert, strict=True)]
     assert key.tolist() == want
 
@@ -190,12 +155,12 @@ def test_a_decayed_count_halves_at_its_half_life():
     halved = importlib.import_module("simlab.policies.lfu").halved
     ages = np.arange(4000)
     for half_life in (0.5, 1, 3, 64, 777.25):
-        found = halved(np, np.full(4000, 3.0), ages, np.float32(half_life))
+        found = halved(np.full(4000, 3.0), ages, np.float32(half_life))
         exact = 3.0 * 2.0 ** (-ages / half_life)
         near = exact > 1e-280
         np.testing.assert_allclose(found[near], exact[near], rtol=1e-12)
         assert (found[~near] < 1e-279).all()
-    assert halved(np, np.ones(3), np.array([0, 64, 128]), np.float32(64)).tolist() == [1, 0.5, 0.25]
+    assert halved(np.ones(3), np.array([0, 64, 128]), np.float32(64)).tolist() == [1, 0.5, 0.25]
 
 
 # -- the reference -------------------------------------------------------------------------------------------

@@ -358,8 +358,8 @@ def test_wide_decode_graphs_and_turns(tmp_path: Path) -> None:
 def test_a_cell_that_is_not_lru(tmp_path: Path) -> None:
     policy = tmp_path / "newest.py"
     policy.write_text(
-        "from simlab.policy import eviction\n\n\n@eviction(source='a test')\n"
-        "def newest(xp, state, last_position, batch, knobs):\n    return -last_position\n"
+        "from simlab.policy import eviction\n\n\n@eviction('static', source='a test')\n"
+        "def newest(entry, state, knobs):\n    return -entry.position\n"
     )
     found = explained(loop(2, 2, 40, 4), tmp_path / "t", cell_of("3cycles", evict=str(policy)))
     assert any(c.what == "LRU, router's own routing, same cache" for c in found.changes)

@@ -23,7 +23,6 @@ from simlab.record.experts import ExpertMemory
 from simlab.record.ggml import Tensor
 from simlab.record.gguf import read_gguf
 from simlab.record.reads import ReadLanes
-from simlab.scores import RowStatistics
 
 
 def failed(results: list[GateResult]) -> set[str]:
@@ -168,19 +167,15 @@ def test_experts_one_byte_off_are_caught(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_cache_that_keeps_what_was_released_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """An eviction the cache forgets: it counts a hit on pages that are gone."""
-    evict = cache.LiveCache._evict
+    run_batch = cache.LiveCache.run_batch
 
-    def forgetful(
-        self: cache.LiveCache, layer: int, touched: set[int], misses: list[int]
-    ) -> list[tuple[int, int]]:
-        evicted = evict(self, layer, touched, misses)
-        for at, expert in evicted:
+    def forgetful(self: cache.LiveCache, *args: Any) -> cache.BatchOutcome:
+        outcome = run_batch(self, *args)
+        for at, expert in outcome.evicted:
             self.residency(at)[expert] = True
-            if self._recency is not None:
-                self._recency[at * self.n_expert + expert] = None
-        return evicted
+        return outcome
 
-    monkeypatch.setattr(cache.LiveCache, "_evict", forgetful)
+    monkeypatch.setattr(cache.LiveCache, "run_batch", forgetful)
     found = failed(run_gates(n_threads=1))
     assert {"G2", "G7", "S2", "S3"} <= found
     assert not found & {"G1", "G6", "S1"}
@@ -227,17 +222,19 @@ def test_look_ahead_that_reads_nothing_is_caught(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_drop_rule_that_spares_a_slot_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    from simlab.record import live_route
+    from simlab.record.live_route import LiveRoute
 
-    drop = live_route.drop
+    drop = LiveRoute.drop
 
     def sparing(*args: Any) -> Any:
         found = drop(*args)
+        if found is None:
+            return None
         # The last dropped slot of every row stays.
-        last = found.dropped & (np.cumsum(found.dropped[::-1], axis=0)[::-1] == 1)
+        last = found.dropped & (np.cumsum(found.dropped[:, ::-1], axis=1)[:, ::-1] == 1)
         return found._replace(dropped=found.dropped & ~last)
 
-    monkeypatch.setattr(live_route, "drop", sparing)
+    monkeypatch.setattr(LiveRoute, "drop", sparing)
     results = {r.gate: r for r in run_gates(n_threads=1)}
     assert failed(list(results.values())) == {"G8b"}
     assert results["G8b"].note.startswith("spared ")
@@ -248,11 +245,14 @@ def test_a_range_over_masked_scores_is_caught(monkeypatch: pytest.MonkeyPatch, t
     pytest.importorskip("gguf", reason="the gguf package writes the models: pip install 'simlab[dev]'")
     from tiny_models import make_model
 
-    def of_all(values: np.ndarray) -> RowStatistics:
-        top, bottom = values.max(axis=-1), values.min(axis=-1)
-        return RowStatistics(top, top - bottom, bottom)
+    fill = hook.LiveRoute._fill
 
-    monkeypatch.setattr("simlab.record.live_route.row_statistics", of_all)
+    def of_all(self: hook.LiveRoute, scores: np.ndarray) -> None:
+        fill(self, scores)
+        rows = self._stage.rows
+        rows.range[0] = rows.value.max() - rows.value.min()
+
+    monkeypatch.setattr(hook.LiveRoute, "_fill", of_all)
     with np.errstate(invalid="ignore"):
         results = {r.gate: r for r in run_gates(make_model(tmp_path, "grouped"), n_threads=1)}
     assert failed(list(results.values())) == {"G8d"}

@@ -41,13 +41,14 @@ SIZES: dict[str, dict[str, Any]] = {
 """Overrides that leave a layout what it is and give it the compiled shape of another."""
 SHAPES: dict[str, Layout] = {name: replace(layout, **SIZES.get(name, {})) for name, layout in LAYOUTS.items()}
 LIGHT = '''
-from simlab.policy import quotient, routing
-from simlab.types import Choice, Knob
+from simlab.policy import routing
+from simlab.types import Knob
+from simlab.xp import quotient
 
 @routing("drop", knobs={"F": Knob(1, 0, 9)}, needs={"weights"})
-def light(xp, slots, row, state, knobs):
+def light(slot, row, state, knobs):
     """As drop_cold, with a bound for weights that sum to more than 1."""
-    return Choice(drop=~slots.resident & (slots.weight < quotient(xp, knobs.F, row.k))), state
+    return ~slot.resident & (slot.weight < quotient(knobs.F, row.k))
 '''
 
 

@@ -1,8 +1,6 @@
-"""The live cache's two forms agree, and so do the NumPy and the JAX way of taking the best."""
+"""The live cache by an ordered dictionary, and the NumPy and the JAX way of taking the best."""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,9 +16,8 @@ N_LAYERS, N_EXPERT = 3, 6
 SIZES = np.array([7, 5, 9], dtype=np.int64)
 
 
-def caches(budget):
-    lru = find_eviction("lru")
-    return [LiveCache(SIZES, N_EXPERT, budget, lru, SimpleNamespace(), ordered) for ordered in (True, False)]
+def cache_of(budget):
+    return LiveCache(SIZES, N_EXPERT, 3, budget, find_eviction("lru"), {})
 
 
 budgets = st.one_of(
@@ -41,28 +38,36 @@ batches = st.lists(
 
 @settings(max_examples=200, deadline=None)
 @given(first=budgets, later=budgets, walks=batches)
-def test_the_ordered_form_evicts_what_the_array_form_does(first, later, walks):
-    ordered, arrays = caches(first)
-    used = 0
+def test_a_cache_evicts_the_least_recent_down_to_its_budget(first, later, walks):
+    """Against an ordered dictionary, also where the budget changes on the way."""
+    cache, order, budget = cache_of(first), {}, first
     for number, (layer, rows) in enumerate(walks):
-        if number == len(walks) // 2 and not (first.off or later.off):
-            ordered.set_budget(later)
-            arrays.set_budget(later)
+        if number == len(walks) // 2 and (first.off, first.per_layer) == (later.off, later.per_layer):
+            cache.set_budget(later)
+            budget = later
         walk = np.array(rows, dtype=np.int32)
-        weights = np.ones(walk.shape, dtype=np.float32)
-        a, b = (cache.run_batch(layer, walk, None, weights) for cache in (ordered, arrays))
-        assert a._replace(evicted=sorted(a.evicted)) == b._replace(evicted=sorted(b.evicted))
-        assert np.array_equal(ordered.resident, arrays.resident)
-        assert a.lookups == a.hits + len(a.misses) == len(set(walk[walk >= 0].tolist()))
-        used = int((ordered.resident.reshape(N_LAYERS, -1).sum(axis=1) * SIZES).sum())
-    budget = ordered.budget
-    if walks and not budget.off and not budget.per_layer:
-        batch_bytes = len({e for row in walks[-1][1] for e in row if e >= 0}) * int(SIZES[walks[-1][0]])
-        assert used <= max(budget.total_bytes, batch_bytes)
+        outcome = cache.run_batch(layer, walk, None, np.ones(walk.shape, dtype=np.float32))
+        own = {(layer, e) for e in walk.ravel().tolist() if e >= 0}
+        assert outcome.misses == list(
+            dict.fromkeys(e for e in walk.ravel().tolist() if e >= 0 and (layer, e) not in order)
+        )
+        assert outcome.lookups == outcome.hits + len(outcome.misses) == len(own)
+        for e in walk.ravel().tolist():
+            if e >= 0 and not budget.off:
+                order.pop((layer, e), None)
+                order[layer, e] = None
+        evicted = []
+        for entry in [e for e in order if e not in own and (not budget.per_layer or e[0] == layer)]:
+            held = sum(int(SIZES[at]) for at, _ in order if not budget.per_layer or at == layer)
+            if held > (budget.layer_bytes[layer] if budget.per_layer else budget.total_bytes):
+                del order[entry]
+                evicted.append(entry)
+        assert outcome.evicted == evicted
+        assert np.flatnonzero(cache.resident).tolist() == sorted(at * N_EXPERT + e for at, e in order)
 
 
 def test_the_read_is_charged_to_the_first_slot_that_runs():
-    cache = caches(ResolvedBudget(1000, (0,) * 3, per_layer=False))[0]
+    cache = cache_of(ResolvedBudget(1000, (0,) * 3, per_layer=False))
     walk = np.array([[4, 4, 2], [2, 5, 4]], dtype=np.int32)
     dropped = np.array([[True, False, False], [False, False, False]])
     outcome = cache.run_batch(1, walk, dropped, np.ones(walk.shape, dtype=np.float32))

@@ -140,21 +140,22 @@ def test_a_narrower_top_k_replays_from_either_recording(tokens, tmp_path):
 
 USER_POLICIES = '''
 from simlab.policy import eviction, routing
-from simlab.types import Choice, Knob
+from simlab.types import Knob, Rerank
+from simlab.xp import f4, where
 
 @routing("rerank", knobs={"bonus": Knob(0.5, 0, 9)}, needs={"scores"})
-def flat_bonus(xp, candidates, row, state, knobs):
+def flat_bonus(candidate, row, state, knobs):
     """Raise every resident expert by the same amount, whatever the token's range."""
-    raised = candidates.value + xp.where(candidates.resident, knobs.bonus, xp.float32(0))
-    return Choice(value=raised, active=row.range > 0), state
+    raised = candidate.value + where(candidate.resident, knobs.bonus, f4(0))
+    return Rerank(raised, 0, row.range > 0)
 
-def count(xp, state, access, knobs):
-    return {"uses": state["uses"] + access.first}
+def count(state, access, knobs):
+    return (state[0] + access.first,)
 
-@eviction(touch=count, state={"uses": 0})
-def least_used(xp, state, last_position, batch, knobs):
+@eviction("static", touch=count, state={"uses": 0})
+def least_used(entry, state, knobs):
     """Evict the entry with the fewest lookups so far."""
-    return state["uses"]
+    return state[0]
 '''
 
 

@@ -101,7 +101,7 @@ def looked_ahead(trace, cell) -> dict[str, int]:
     layers = list(header.moe_layers)
     budget = resolve_budget(cell.budget, cell.scope, header, header.n_expert_used)
     sizes = np.array([header.entry_bytes[layer] for layer in layers])
-    cache = LiveCache(sizes, header.n_expert, budget, find_eviction("lru"), SimpleNamespace())
+    cache = LiveCache(sizes, header.n_expert, header.n_expert_used, budget, find_eviction("lru"), {})
     experts: Any = SimpleNamespace(
         slices={(layer, e): [] for layer in layers for e in range(header.n_expert)},
         release=lambda *_: None,

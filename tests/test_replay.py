@@ -1,4 +1,4 @@
-"""The JAX replayer against an independent plain-Python replay, slot for slot, and against hand-worked cases.
+"""The replayer against an independent plain-Python replay, slot for slot, and against hand-worked cases.
 
 Compiling takes most of the time, so tests share trace shapes and lane counts where they can.
 """
@@ -405,12 +405,12 @@ def test_global_lru_cliff(tmp_path):
 def test_eviction_state_reaches_the_key(tmp_path, monkeypatch):
     """A least-frequently-used policy of two functions, counts surviving eviction, against the reference."""
 
-    def count(xp, state, access, knobs):
-        return {"uses": state["uses"] + access.first}
+    def count(state, access, knobs):
+        return (state[0] + access.first,)
 
-    @eviction(touch=count, state={"uses": 0})
-    def lfu(xp, state, last_position, batch, knobs):
-        return state["uses"]
+    @eviction("static", touch=count, state={"uses": 0})
+    def lfu(entry, state, knobs):
+        return state[0]
 
     known = simlab.policy.builtin_policies()
     monkeypatch.setattr(simlab.policy, "builtin_policies", lambda: {**known, "lfu": lfu})

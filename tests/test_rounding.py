@@ -9,9 +9,9 @@ from reference import ReferenceCell, reference_replay
 from synthetic import Synthetic, make_header
 
 from simlab.cells import build_cells
-from simlab.policy import rounded
 from simlab.replay.slots import replay_slots
 from simlab.types import WeightRule
+from simlab.xp import rounded
 
 f32 = np.float32
 SOFTMAX_OF_PICKS = WeightRule(softmax_over_selected=True, normalise=False)
@@ -30,7 +30,7 @@ def _fused(v: np.ndarray, L: np.ndarray, r: np.ndarray) -> np.ndarray:
 def test_rounded_gives_numpys_bits():
     v, L, r = _inputs()
     want = v + L * r
-    got = jax.jit(lambda v, L, r: v + rounded(jnp, L * r))(v, L, r)
+    got = jax.jit(lambda v, L, r: v + rounded(L * r))(v, L, r)
     assert np.array_equal(np.asarray(got).view(np.int32), want.view(np.int32))
 
 
@@ -52,7 +52,7 @@ def test_without_rounded_the_compiler_may_round_once():
 def test_rounded_keeps_infinities_and_nan():
     x = np.array([np.inf, -np.inf, np.nan, 0.0, -0.0], f32)
     for xp in (np, jnp):
-        assert np.array_equal(np.asarray(rounded(xp, x)), x, equal_nan=True)
+        assert np.array_equal(np.asarray(rounded(xp.asarray(x))), x, equal_nan=True)
 
 
 def _near_ties(n: int) -> list[np.ndarray]:

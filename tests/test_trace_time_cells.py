@@ -138,14 +138,15 @@ def test_a_trace_foretells_itself(capsys):
 
 SLOW_POLICY = """
 from simlab.policy import routing
-from simlab.types import Choice
+from simlab.types import Rerank
+from simlab.xp import f4
 
 @routing("rerank", needs={"scores"})
-def busy(xp, candidates, row, state, knobs):
-    value = candidates.value
-    for _ in range(400):
-        value = value + 0.0
-    return Choice(value=value), state
+def busy(candidate, row, state, knobs):
+    value = candidate.value
+    for _ in range(4000):
+        value = value + f4(0.0)
+    return Rerank(value, 0, True)
 """
 
 
@@ -161,7 +162,7 @@ def test_a_policys_own_time(tmp_path):
     file = tmp_path / "busy.py"
     file.write_text(SLOW_POLICY)
     busy, plain = (build_cells(budgets=["2cycles"], routes=[r])[0] for r in (str(file), "substitute:L=.15"))
-    # 400 additions of some 0.4 us at least, at eight layers.
+    # 4,000 additions of some 1 ns each, for 64 experts at eight layers.
     assert rehearsed.extra_ms(busy) > max(0.5, 1.5 * rehearsed.extra_ms(plain))
     (frequency,) = build_cells(budgets=["2cycles"], evicts=["lfu"])
     assert rehearsed.extra_ms(frequency) > 0.1

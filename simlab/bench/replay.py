@@ -23,7 +23,6 @@ import numpy as np
 from simlab.bench import contenders
 from simlab.bench.contenders import Ran
 from simlab.bench.scratch import scratch_folder
-from simlab.bench.spreading import spreading
 from simlab.bench.spreads import Spread, spread
 from simlab.bench.workload import Workload, of_original_routing
 from simlab.errors import RunError
@@ -35,8 +34,6 @@ from simlab.types import Cell
 REPLAYER = "replayer"
 N_SLOT_CELLS = 8
 """Cells compared slot for slot, spread evenly over all."""
-WIDE = 4
-"""Times as many cells in the second sweep that is spread over devices."""
 MOST_STOPS = 400
 """How often, at most, counts are compared on the way through a trace."""
 
@@ -79,15 +76,7 @@ def bench_replay(
         contenders.check_workload(opened, cells)
         everyone = find_contenders(cells)
         found = compare(opened, cells, everyone, lambda share: say(0.4 * share))
-        figures = measure(opened, cells, everyone, repeats, lambda share: say(0.4 + 0.5 * share))
-        # The sweep itself, and one in which reading, which no spreading helps, is a small part.
-        for name, times, done in (("spreading", 1, 0.9), ("wide_spreading", WIDE, 0.95)):
-            figures[name] = spreading(
-                opened.path,
-                times * len(cells),
-                repeats=repeats,
-                progress=lambda share, done=done: say(done + 0.05 * share),
-            )
+        figures = measure(opened, cells, everyone, repeats, lambda share: say(0.4 + 0.6 * share))
     header = opened.header
     sizes = {
         "trace": str(trace) if trace else "generated",

@@ -48,26 +48,6 @@ def comparison(found: dict[str, Any]) -> str:
                 for row in found["contenders"]
                 if "times_one_core" in row
             ),
-            _spreading(found["spreading"]),
-            _spreading(found["wide_spreading"]),
-        ]
-    )
-
-
-def _spreading(found: dict[str, Any] | None) -> str:
-    """What more cores and devices give."""
-    if found is None:
-        return "too few lanes to be spread over devices, or one device"
-    devices, cores = found["devices"], found["cores"]
-    one, single, every = (_times(found[name]) for name in ("one_core_s", "one_s", "every_core_s"))
-    return "\n".join(
-        [
-            f"{found['cells']} cells in processes of their own: one device on one core {one} s, one device on all "
-            f"{cores} cores {single} s, {devices} devices {_times(found['all_s'])} s.",
-            f"{devices} devices are {_times(found['one_core_over_all'])} times as fast as one on one core, and "
-            f"{_times(found['one_over_all'])} times as fast as one on all cores.",
-            f"{cores} such sweeps at once, each on a core of its own: {every} s, so that {cores} cores of this machine "
-            f"do {_times(found['ceiling'])} times the work of one. More no spreading can gain.",
         ]
     )
 

@@ -66,6 +66,7 @@ def add_commands(commands: Any) -> None:
     add_json(parser)
     parser.add_argument("--slots", metavar="F.parquet", help="write one row per routed slot")
     _add_intervals(parser)
+    _add_backend(parser)
     parser.add_argument(
         "--by", choices=("layer", "token"), help="also give the decode numbers by layer or token"
     )
@@ -85,6 +86,7 @@ def add_commands(commands: Any) -> None:
     add_cell_options(parser, lists=True, default_budget=AS_RECORDED)
     add_json(parser)
     _add_intervals(parser)
+    _add_backend(parser)
     parser.add_argument("--out", metavar="F.parquet|.csv", help="write the cells as a flat table")
     parser.add_argument(
         "--chart",
@@ -104,6 +106,15 @@ def add_commands(commands: Any) -> None:
     )
     add_force(parser)
     parser.set_defaults(run=_sweep)
+
+
+def _add_backend(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--backend",
+        choices=("loop", "jax"),
+        default="loop",
+        help="what replays: the compiled loop, or the JAX scan, for accelerators and without queue policies",
+    )
 
 
 def _add_intervals(parser: argparse.ArgumentParser) -> None:
@@ -139,11 +150,14 @@ def _replay(args: argparse.Namespace) -> None:
             from simlab.replay.run import sweep
 
             with Progress("replay") as progress:
-                numbers, by = sweep(trace, [cell], progress=progress, train=args.train)[0], None
+                numbers, by = (
+                    sweep(trace, [cell], progress=progress, train=args.train, backend=args.backend)[0],
+                    None,
+                )
         else:
             from simlab.replay.slots import by_layer, by_token, replay_slots
 
-            result = replay_slots(trace, cell, train=args.train)
+            result = replay_slots(trace, cell, train=args.train, backend=args.backend)
             numbers = result.numbers
             by = {"layer": by_layer, "token": by_token}[args.by](result) if args.by else None
             if slots_path is not None:
@@ -268,7 +282,7 @@ def _run_groups(
 
             ran = run_on_ray(args.ray, args.traces, cells, missing, train=args.train, progress=progress)
         else:
-            ran = run_here(traces, cells, missing, train=args.train, progress=progress)
+            ran = run_here(traces, cells, missing, train=args.train, progress=progress, backend=args.backend)
         # Closed at once on the way out, so that no cluster is left running.
         with closing(ran):
             for group, numbers in ran:

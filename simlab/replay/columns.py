@@ -28,6 +28,7 @@ from simlab.scores import (
     router_mass,
     router_ranking,
     row_statistics,
+    sorted_scores,
 )
 from simlab.trace.store import BLOCK_ROWS, Trace
 from simlab.types import DECODE, THROW_AWAY_TURN
@@ -51,6 +52,10 @@ class ColumnNeeds:
     rank: bool
     weights: frozenset[WeightSource]
     mass_before: bool = False
+    order: bool = False
+    """Experts of each row by value."""
+    ranking: bool = False
+    """Experts of each row as the router ranks them."""
 
 
 class TraceColumns:
@@ -165,13 +170,23 @@ class TraceColumns:
         """Columns of rows `start` to `stop`, padded with rows that do nothing to `size` rows.
 
         Returns arrays whose first axis is the row. Always: layer, decode, counted, batch, batch_start,
-        batch_end, valid, row, router `[n_slots]`, router_k. With scores: top, range, and `[n_expert]`
-        value, mass, regret. On demand: rank, mass_before, numerator `[n_expert]`, weight `[width]`.
+        batch_end, pass_start, valid, row, router `[n_slots]`, router_k. With scores: top, range, finite, and
+        `[n_expert]` value, mass, regret. On demand: order, ranking, rank, mass_before, numerator `[n_expert]`,
+        weight `[width]`.
         """
         cut = slice(start, stop)
         columns: dict[str, NDArray[Any]] = {
             name: getattr(self, name)[cut]
-            for name in ("layer", "decode", "counted", "batch", "batch_start", "batch_end", "router_k")
+            for name in (
+                "layer",
+                "decode",
+                "counted",
+                "batch",
+                "batch_start",
+                "batch_end",
+                "pass_start",
+                "router_k",
+            )
         }
         columns["valid"] = np.ones(stop - start, bool)
         columns["row"] = np.arange(start, stop, dtype=np.int64)
@@ -215,9 +230,14 @@ class TraceColumns:
             "mass": self.masses(start, stop),
             "regret": _in_ranges(values, statistics.bottom, statistics.top, statistics.range),
         }
-        if needs.rank or needs.mass_before or needs.n_slots > self.trace.width:
+        columns["finite"] = np.asarray(np.isfinite(values).all(axis=1))
+        if needs.order:
+            columns["order"] = sorted_scores(values)[0].astype(np.uint16)
+        if needs.rank or needs.ranking or needs.mass_before or needs.n_slots > self.trace.width:
             order = router_ranking(values, self.recorded[start:stop])
             columns["router"] = self._longer_lists(self.recorded[start:stop], order, needs.n_slots)
+            if needs.ranking:
+                columns["ranking"] = order.astype(np.uint16)
             if needs.rank:
                 columns["rank"] = ranks_of(order)
             if needs.mass_before:

@@ -1,4 +1,4 @@
-"""Eviction in the replay scan: down to the budgets at a batch's end, by a policy's key or by its whole-cache rule.
+"""Eviction in the replay scan: down to the budgets at a batch's end, by a policy's key.
 
 Shapes: `B` MoE layers, `E` experts per layer, `W` lanes. Rules: engine-semantics, section 3.
 """
@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from simlab.replay.shape import NO_ROW, ProgramShape, Tree, at_layer
-from simlab.routing import entry_facts, eviction_key, settle
-from simlab.types import Array, CacheState
+from simlab.routing import eviction_key
+from simlab.types import Array, Entry
 
 _LAST = jnp.iinfo(jnp.int64).max
 
@@ -30,8 +30,6 @@ class Cache(NamedTuple):
     """int64 `[B, W]`: bytes in RAM."""
     state: Mapping[str, Array]
     """Per-entry state of the eviction policy, `[B, E, W]`."""
-    scalars: Mapping[str, Array]
-    """Its state of a whole cache, `[B, W]`; with global scope the first row counts."""
 
 
 class Batch(NamedTuple):
@@ -43,8 +41,6 @@ class Batch(NamedTuple):
     """int64."""
     position: Array
     """int64 `[W]`: place in the walk at which it began; what is stamped later was touched by it."""
-    hit: Array
-    """bool `[E, W]`: entries of its layer it touched that were in RAM before."""
     pass_position: Array
     """int64 `[W]`: place at which the current pass over the layers began."""
     speculative: Array | None
@@ -59,9 +55,6 @@ def close_batch(
     Last, of the first entry whose key is none (`simlab.routing.is_wrong`) layer << 16 | expert, else `NO_ROW`.
     """
     none, no_fault = jnp.zeros_like(batch.position), jnp.full_like(batch.position, NO_ROW)
-    if shape.eviction.evict is not None:
-        settled = lax.cond(ends, lambda c: _settle(shape, lanes, c, batch), lambda c: (c, none), cache)
-        return *settled, no_fault
     resident, used, n_evicted, wrong = lax.cond(
         ends & _over_budget(lanes, cache.used, batch.layer).any(),
         lambda r, u: _evict(shape, lanes, cache._replace(resident=r, used=u), batch),
@@ -78,51 +71,6 @@ def _over_budget(lanes: Tree, used: Array, layer: Array) -> Array:
     return jnp.where(lanes["per_layer"], over_layer, used.sum(axis=0) > lanes["total_budget"]) & ~lanes["off"]
 
 
-def _settle(shape: ProgramShape, lanes: Tree, cache: Cache, batch: Batch) -> tuple[Cache, Array]:
-    """Run a whole-cache policy on each lane's cache: the batch's layer, or with global scope all layers."""
-    n_layers, n_expert, n_lanes = cache.stamp.shape
-    policy, layer = shape.eviction, batch.layer
-    is_layer = (jnp.arange(n_layers) == layer)[:, None, None]
-    mine = jnp.broadcast_to((is_layer | ~lanes["per_layer"]) & ~lanes["off"], cache.stamp.shape)
-
-    def flat(x: Array) -> Array:
-        return x.reshape(n_layers * n_expert, n_lanes)
-
-    def deep(x: Array) -> Array:
-        return x.reshape(n_layers, n_expert, n_lanes)
-
-    capacity = jnp.where(lanes["per_layer"], at_layer(lanes["layer_budget"], layer), lanes["total_budget"])
-    used = jnp.where(lanes["per_layer"], at_layer(cache.used, layer), cache.used.sum(axis=0))
-    sizes = jnp.broadcast_to(lanes["entry_bytes"][:, None, None], cache.stamp.shape)
-    seen = CacheState(
-        resident=flat(cache.resident & mine),
-        touched=flat(is_layer & (cache.stamp >= batch.position) & mine),
-        hit=flat(is_layer & batch.hit & mine),
-        position=flat(cache.stamp),
-        bytes=flat(jnp.where(mine, sizes, 0)),
-        over=jnp.where(lanes["off"], 0, used - capacity),
-        capacity=capacity,
-        batch=batch.number,
-    )
-    # A cache's own scalars stand at its layer, with global scope at the first.
-    at = jnp.where(lanes["per_layer"], layer, 0)
-    once = {name: jnp.take_along_axis(x, at[None], axis=0)[0] for name, x in cache.scalars.items()}
-    before = {name: flat(x) for name, x in cache.state.items()} | once
-    leaving, after = settle(jnp, policy, seen, before, SimpleNamespace(**lanes["eviction_knobs"]))
-    gone = deep(leaving)
-    row = (jnp.arange(n_layers)[:, None] == at) & ~lanes["off"]
-    freed = gone.sum(axis=1) * lanes["entry_bytes"][:, None]
-    return (
-        cache._replace(
-            resident=cache.resident & ~gone,
-            used=cache.used - freed,
-            state={name: jnp.where(mine, deep(after[name]), x) for name, x in cache.state.items()},
-            scalars={name: jnp.where(row, after[name], x) for name, x in cache.scalars.items()},
-        ),
-        gone.sum(axis=(0, 1)),
-    )
-
-
 def _evict(shape: ProgramShape, lanes: Tree, cache: Cache, batch: Batch) -> tuple[Array, Array, Array, Array]:
     """Evict down to the budgets by a policy's key: residency, bytes used, evictions `[W]`, and the first wrong key.
 
@@ -134,15 +82,11 @@ def _evict(shape: ProgramShape, lanes: Tree, cache: Cache, batch: Batch) -> tupl
     evictable = resident & (shape.eviction.bypass | (stamp < batch.position))
     evictable &= ~lanes["per_layer"] | (layers == layer)[:, None, None]
     knobs = SimpleNamespace(**lanes["eviction_knobs"])
-    state = dict(cache.state) | _facts(shape, cache, batch)
-    key, wrong = eviction_key(jnp, shape.eviction, state, stamp, batch.number, knobs)
-    first = jnp.full_like(batch.position, NO_ROW)
-    if wrong is not None:
-        at = (layers.astype(jnp.int64)[:, None] << 16) + jnp.arange(shape.n_expert)
-        asked = wrong & evictable & _over_budget(lanes, cache.used, layer)
-        first = jnp.where(asked, at[..., None], NO_ROW).min(axis=(0, 1))
-    floating = jnp.issubdtype(key.dtype, jnp.floating)
-    low, high = (-jnp.inf, jnp.inf) if floating else (jnp.iinfo(key.dtype).min, jnp.iinfo(key.dtype).max)
+    key, wrong = eviction_key(jnp, shape.eviction, dict(cache.state), _entries(cache, batch), knobs)
+    at = (layers.astype(jnp.int64)[:, None] << 16) + jnp.arange(shape.n_expert)
+    asked = wrong & evictable & _over_budget(lanes, cache.used, layer)
+    first = jnp.where(asked, at[..., None], NO_ROW).min(axis=(0, 1))
+    low, high = -jnp.inf, jnp.inf
 
     def lowest(allowed: Array, keys: Array, stamps: Array, axis: int) -> tuple[Array, Array]:
         least = jnp.where(allowed, keys, high).min(axis=axis, keepdims=True)
@@ -187,16 +131,14 @@ def _evict(shape: ProgramShape, lanes: Tree, cache: Cache, batch: Batch) -> tupl
     return resident & ~(evictable & gone), loop["used"], loop["evicted"], first
 
 
-def _facts(shape: ProgramShape, cache: Cache, batch: Batch) -> Tree:
-    """What a key policy asked for beside its state, `[B, E, W]`."""
+def _entries(cache: Cache, batch: Batch) -> Entry:
+    """What a key is given, `[B, E, W]`."""
     sizes = cache.stamp.shape
-    layers = jnp.arange(sizes[0], dtype=jnp.int32)[:, None, None]
-    experts = jnp.arange(sizes[1], dtype=jnp.int32)[None, :, None]
-    speculative = jnp.zeros(sizes, bool) if batch.speculative is None else batch.speculative
-    return entry_facts(
-        shape.eviction,
-        jnp.broadcast_to(layers, sizes),
-        jnp.broadcast_to(experts, sizes),
-        cache.stamp >= batch.pass_position,
-        speculative,
+    return Entry(
+        position=cache.stamp,
+        layer=jnp.broadcast_to(jnp.arange(sizes[0])[:, None, None], sizes),
+        expert=jnp.broadcast_to(jnp.arange(sizes[1])[None, :, None], sizes),
+        in_pass=cache.stamp >= batch.pass_position,
+        speculative=jnp.zeros(sizes, bool) if batch.speculative is None else batch.speculative,
+        batch=batch.number,
     )

@@ -13,9 +13,8 @@ from typing import Any
 
 from simlab.cells import effective_k
 from simlab.policy import find_eviction
-from simlab.replay.future import follows_router
-from simlab.replay.run import Replayer, sweep
-from simlab.replay.shape import code_key
+from simlab.replay.run import Backend, Replayer, sweep
+from simlab.replay.settings import code_key, follows_router
 from simlab.trace.store import Trace
 from simlab.types import Cell, CellNumbers
 
@@ -113,6 +112,7 @@ def run_here(
     *,
     train: str | None = None,
     progress: Progress | None = None,
+    backend: Backend = "loop",
 ) -> Generator[tuple[Group, list[CellNumbers]], None, None]:
     """Run groups one after the other in this process; each with its numbers, in the order of its places.
 
@@ -127,7 +127,16 @@ def run_here(
             if progress is not None:
                 progress((done + share * size) / total)
 
-        yield group, sweep(traces[group.trace], [cells[i] for i in group.places], progress=say, train=train)
+        yield (
+            group,
+            sweep(
+                traces[group.trace],
+                [cells[i] for i in group.places],
+                progress=say,
+                train=train,
+                backend=backend,
+            ),
+        )
         done += len(group.places)
 
 

@@ -19,20 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from simlab.policy import rounded
 from simlab.replay.eviction import Batch, Cache, close_batch
 from simlab.replay.programs import compiled
-from simlab.replay.routes import (
-    Routed,
-    against_router,
-    executed,
-    fault_of,
-    first_routing_state,
-    gather,
-    route,
-)
+from simlab.replay.routes import Routed, against_router, fault_of, first_routing_state, gather, given, route
 from simlab.replay.shape import (
-    COUNTERS,
     NO_ROW,
     ProgramShape,
     Tree,
@@ -43,8 +33,10 @@ from simlab.replay.shape import (
     put,
 )
 from simlab.replay.speculation import count_useful, first_look_ahead, issue, read_ahead
+from simlab.replay.tally import COUNTERS
 from simlab.routing import first_state, touch_state
 from simlab.types import Access, Array
+from simlab.xp import rounded
 
 
 def program(shape: ProgramShape, n_lanes: int) -> Any:
@@ -68,7 +60,6 @@ def first_carry(shape: ProgramShape, n_lanes: int) -> Tree:
         "batch_position": np.zeros(n_lanes, np.int64),
         "routing_state": first_routing_state(shape, n_lanes),
         "eviction_state": first_state(shape.eviction.state, entries),
-        "eviction_scalars": first_state(shape.eviction.scalars, (shape.n_layers, n_lanes)),
         **first_counts(n_lanes),
         **(first_look_ahead(shape, n_lanes) if shape.looks_ahead else {}),
         # Where in the walk the current pass over the layers began.
@@ -79,7 +70,7 @@ def first_carry(shape: ProgramShape, n_lanes: int) -> Tree:
 
 
 _CACHE = (
-    "stamp", "resident", "used", "position", "batch_position", "eviction_state", "eviction_scalars",
+    "stamp", "resident", "used", "position", "batch_position", "eviction_state",
     "pass_position", "marks", "missed", "coldest", "read_ahead", "last_run", "under_way", "fault",
 )  # fmt: skip
 """What of the carry a walk through the cache reads and writes."""
@@ -116,8 +107,8 @@ def _step(shape: ProgramShape, lanes: Tree, carry: Tree, row: Tree) -> tuple[Tre
         stage: {name: at_layer(v, layer) for name, v in s.items()}
         for stage, s in carry["routing_state"].items()
     }
-    if shape.executed:
-        routed = executed(row, resident)
+    if shape.given:
+        routed = given(row, resident)
     else:
         routed, state = route(shape, lanes, row, resident, state)
 
@@ -231,7 +222,7 @@ def _look_up(
             hit=first & resident,
             weight=_entry_weights(slots.weights, at),
             batch=row["batch"],
-            layer=layer,
+            layer=layer.astype(jnp.int64),
             expert=jnp.broadcast_to(jnp.arange(shape.n_expert, dtype=jnp.int32)[:, None], last.shape),
             next_position=jnp.where(at, slots.next_position[:, None], -1).max(axis=0),
             next_batch=jnp.where(at, slots.next_batch[:, None], -1).max(axis=0),
@@ -260,13 +251,11 @@ def _look_up(
             resident=put(cache["resident"], resident | arrived, layer),
             used=put(cache["used"], used, layer),
             state=eviction_state,
-            scalars=cache["eviction_scalars"],
         ),
         Batch(
             layer=layer,
             number=row["batch"],
             position=batch_position,
-            hit=touched & resident,
             pass_position=cache.get("pass_position", batch_position),
             speculative=marks,
         ),
@@ -281,7 +270,6 @@ def _look_up(
         "position": cache["position"] + exists.sum(axis=0),
         "batch_position": batch_position,
         "eviction_state": dict(closed.state),
-        "eviction_scalars": dict(closed.scalars),
     }
     if marks is not None:
         new_cache |= {
@@ -315,7 +303,7 @@ def _kept_weights(shape: ProgramShape, lanes: Tree, routed: Routed) -> Array:
         left = left + kept[slot]
     scaled = (renorm > 0) & routed.dropped.any(axis=0) & (left > 0)
     scale = jnp.where(scaled, total / left, jnp.float32(1))
-    return rounded(jnp, kept * scale)
+    return rounded(kept * scale)
 
 
 def _entry_weights(weights: Array, at: Array) -> Array:

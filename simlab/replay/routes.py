@@ -19,7 +19,7 @@ import numpy as np
 from simlab.replay.shape import NO_ROW, ProgramShape, Tree, fault
 from simlab.routing import NO_EXPERT, Rerouted, drop, drop_armed, rerank, swap
 from simlab.scores import applied_weights
-from simlab.types import Array, Candidates, LearnedValues, Row, Stage, Step
+from simlab.types import Array, Candidate, LearnedValues, Row, Stage, Step
 
 
 class Routed(NamedTuple):
@@ -61,7 +61,7 @@ def route(shape: ProgramShape, lanes: Tree, row: Tree, resident: Array, state: T
     step = shape.step("rerank") or shape.step("swap")
     if step is not None:
         stage, needs = step.policy.stage, step.policy.needs
-        candidates = Candidates(
+        candidates = Candidate(
             value=value,
             expert=expert,
             rank=_along(row["rank"], n_lanes) if "rank" in needs else jnp.zeros_like(expert),
@@ -116,7 +116,7 @@ def drop_slots(
         value = (
             row["value"][jnp.maximum(experts, 0)] if shape.scores else jnp.zeros(experts.shape, jnp.float32)
         )
-        slots = Candidates(value, experts, slot, resident, weights, learned=learned)
+        slots = Candidate(value, experts, slot, resident, weights, learned=learned)
         # The driver itself needs the weights, to find the slot that is never dropped.
         slots = declared(step, slots)._replace(rank=slots.rank, weight=weights)
         knobs = _knobs(lanes, "drop")
@@ -132,18 +132,18 @@ def fault_of(row: Tree, routed: Routed) -> Array:
     return jnp.where(routed.wrong < NO_EXPERT, fault(False, row["row"], row["layer"], routed.wrong), NO_ROW)
 
 
-def executed(row: Tree, resident: Array) -> Routed:
+def given(row: Tree, resident: Array) -> Routed:
     """The routing a first pass recorded in the row (`future.py`), each lane's own."""
-    experts = row["executed_expert"]
+    experts = row["given_expert"]
     return Routed(
-        router=row["executed_router"],
+        router=row["given_router"],
         experts=experts,
-        walk=row["executed_walk"],
-        dropped=row["executed_dropped"],
-        weights=row["executed_weight"],
+        walk=row["given_walk"],
+        dropped=row["given_dropped"],
+        weights=row["given_weight"],
         resident=gather(resident, experts) & (experts >= 0),
-        reranked=row["executed_reranked"],
-        substituted=row["executed_substituted"],
+        reranked=row["given_counts"][0],
+        substituted=row["given_counts"][1],
     )
 
 
@@ -209,7 +209,7 @@ def _along(x: Array, n_lanes: int) -> Array:
     return jnp.broadcast_to(x[..., None], (*x.shape, n_lanes))
 
 
-def declared(step: Step, candidates: Candidates) -> Candidates:
+def declared(step: Step, candidates: Candidate) -> Candidate:
     """Zeros in the fields a policy did not say it needs."""
     fields = {"scores": "value", "rank": "rank", "weights": "weight"}
     hidden = [field for need, field in fields.items() if need not in step.policy.needs]

@@ -1,4 +1,4 @@
-"""What is compiled into a replay program, apart from what is data along its lanes, and what all programs count."""
+"""What is compiled into a replay program, apart from what is data along its lanes, and its first counts."""
 
 from __future__ import annotations
 
@@ -11,18 +11,15 @@ import numpy as np
 from jax import lax
 
 from simlab.replay.columns import WeightSource
-from simlab.types import Array, EvictionPolicy, RoutingPolicy, Stage, Step, WeightRule
+from simlab.replay.settings import code_key
+from simlab.replay.tally import COUNTERS, SUMS
+from simlab.types import Array, EvictionPolicy, Stage, Step, WeightRule
 
 # Byte counts pass 2^31 at 2 GiB, where int32 would wrap without a word.
 jax.config.update("jax_enable_x64", True)
 
 Tree = dict[str, Any]
 
-COUNTERS = (
-    "lookups", "hits", "misses", "cold_misses", "read_bytes", "slots", "reranked", "substituted", "dropped",
-    "evictions", "rereads",
-)  # fmt: skip
-SUMS = ("mass_displaced", "score_regret", "agreement")
 NO_ROW = np.iinfo(np.int64).max
 """In `nan_row` and `fault`: none so far."""
 
@@ -88,7 +85,7 @@ class ProgramShape:
     """Layers for which the previous token's experts are read ahead; the rows then bring in nothing."""
     sequential: bool = False
     """Whether every slot is a batch of its own to the cache."""
-    executed: bool = False
+    given: bool = False
     """Whether rows carry each lane's routing, of a first pass, which then stands."""
 
     @property
@@ -96,7 +93,7 @@ class ProgramShape:
         """Equal for shapes that compile to the same program."""
         sizes = (self.n_layers, self.n_expert, self.n_slots, self.n_expert_used, self.n_speculative)
         code = code_key(self.steps, self.eviction)
-        modes = (self.detail, self.sequential, self.executed, self.ahead)
+        modes = (self.detail, self.sequential, self.given, self.ahead)
         return (code, sizes, self.scores, self.weights, self.weight_rule, modes)
 
     @property
@@ -105,20 +102,3 @@ class ProgramShape:
 
     def step(self, stage: Stage) -> Step | None:
         return next((s for s in self.steps if s.policy.stage == stage), None)
-
-
-def code_key(steps: tuple[Step, ...], eviction: EvictionPolicy) -> tuple[Any, ...]:
-    """Equal where the policies' code is the same: the functions themselves, whatever they are called."""
-
-    def declared(p: RoutingPolicy | EvictionPolicy) -> tuple[Any, ...]:
-        # repr, because 0 and 0.0 are equal and start arrays of different dtypes.
-        once = p.scalars if isinstance(p, EvictionPolicy) else {}
-        firsts = repr((sorted(p.state.items()), sorted(once.items())))
-        return tuple((n, k.integer) for n, k in p.knobs.items()), firsts
-
-    routing = tuple(
-        (p.stage, p.function, p.needs, p.uses_cache, p.train, tuple(p.learns.items()), declared(p))
-        for p in (s.policy for s in steps)
-    )
-    rules = (eviction.needs, eviction.bypass, eviction.scope, eviction.prepare)
-    return (routing, eviction.function, eviction.touch, rules, declared(eviction))

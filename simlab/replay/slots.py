@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from simlab.replay.run import Group, Replayer, TraceLike
-from simlab.replay.shape import COUNTERS, SUMS
+from simlab.replay.run import Backend, Replayer, TraceLike
+from simlab.replay.tally import COUNTERS, SUMS
 from simlab.types import Cell, CellNumbers
 
 _WHERE = ("turn", "graph", "phase", "step", "layer")
@@ -27,13 +27,15 @@ class SlotReplay:
     """One row per routing row, the throw-away turn included: where it is, whether it is counted, its counters."""
 
 
-def replay_slots(trace: TraceLike, cell: Cell, *, train: str | None = None) -> SlotReplay:
+def replay_slots(
+    trace: TraceLike, cell: Cell, *, train: str | None = None, backend: Backend = "loop"
+) -> SlotReplay:
     """Replay a trace under one cell and keep every slot (the table of `--slots`, interface.md).
 
     Raises:
         InputError: as `simlab.replay.run.replay`.
     """
-    replayer = Replayer(trace, [cell], detail=True, train=train)
+    replayer = Replayer(trace, [cell], detail=True, train=train, backend=backend)
     while replayer.advance():
         pass
     return SlotReplay(replayer.numbers()[0], slot_table(replayer, 0), row_table(replayer, 0))
@@ -41,12 +43,8 @@ def replay_slots(trace: TraceLike, cell: Cell, *, train: str | None = None) -> S
 
 def slot_table(replayer: Replayer, cell: int) -> pl.DataFrame:
     """The slots of one cell of a replay run with `detail=True`, from where it began; as `SlotReplay.slots`."""
-    group, lane = _lane(replayer, cell)
-    n_slots = group.shape.n_slots
-    columns = {
-        name: np.concatenate([np.empty((0, n_slots), d), *(c[name][:, :, lane] for c in group.detail)])
-        for name, d in _SLOT_TYPES.items()
-    }
+    detail = replayer.detail(cell)
+    columns = {name: detail[name].astype(kind, copy=False) for name, kind in _SLOT_TYPES.items()}
     row, slot = np.nonzero(columns["router_expert"] >= 0)
     where = replayer.columns.where.select(_WHERE)[replayer.first_row + row]
     found = {name: column[row, slot] for name, column in columns.items()}
@@ -68,12 +66,8 @@ _SLOT_TYPES = {
 
 def row_table(replayer: Replayer, cell: int) -> pl.DataFrame:
     """The counters of every routing row of one cell of a replay run with `detail=True`, from where it began."""
-    group, lane = _lane(replayer, cell)
-    columns = replayer.columns
-    counters = np.concatenate(
-        [np.empty((0, len(COUNTERS)), np.int64), *(c["counters"][:, :, lane] for c in group.detail)]
-    )
-    sums = np.concatenate([np.empty((0, len(SUMS))), *(c["sums"][:, :, lane] for c in group.detail)])
+    columns, detail = replayer.columns, replayer.detail(cell)
+    counters, sums = detail["counters"], detail["sums"]
     replayed = slice(replayer.first_row, replayer.row)
     return columns.where[replayed].with_columns(
         *(pl.Series(name, counters[:, i]) for i, name in enumerate(COUNTERS)),
@@ -118,10 +112,3 @@ def _aggregate(replay: SlotReplay, by: list[str]) -> pl.DataFrame:
         read_mib=pl.col("read_bytes") / 2**20,
         **{name: pl.when(events > 0).then(pl.col(name) / events) for name in means},
     )
-
-
-def _lane(replayer: Replayer, cell: int) -> tuple[Group, int]:
-    for group in replayer.groups:
-        if cell in group.indices:
-            return group, group.indices.index(cell)
-    raise IndexError(f"no cell {cell}")

@@ -15,9 +15,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from numpy.typing import NDArray
 
-from simlab.cells import MIB
 from simlab.replay.routes import gather
 from simlab.replay.shape import ProgramShape, Tree, at_layer, put
 from simlab.types import Array
@@ -143,17 +141,3 @@ def issue(shape: ProgramShape, cache: Tree, row: Tree, walk: Array) -> Tree:
     which = jnp.where(now, jnp.where(layer == 0, 1, 2), 0)
     under_way = lax.switch(which, [lambda x: x, whole_reach, one_more], cache["under_way"])
     return {"last_run": last_run, "under_way": under_way}
-
-
-def told(carry: Tree, lane: int) -> dict[str, float] | None:
-    """What look-ahead read, as `CellNumbers.read_ahead` has it; None for a program without."""
-    if "read_ahead" not in carry:
-        return None
-    counts: NDArray[np.int64] = np.asarray(carry["read_ahead"])[:, lane]
-    issued, useful, read_bytes, useful_bytes = (int(n) for n in counts)
-    return {
-        "issued": issued,
-        "useful": useful,
-        "read_mib": read_bytes / MIB,
-        "wasted_mib": (read_bytes - useful_bytes) / MIB,
-    }

@@ -111,15 +111,8 @@ def anatomy(
 
 def _executed(replayer: Replayer) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
     """What the only cell of a replay walked, dropped slots repointed, and what of it was resident: `[rows, k]`."""
-    (group,) = replayer.groups
-    parts = {
-        name: [part[name][:, :, 0] for part in group.detail]
-        for name in ("expert", "residency", "dropped", "weight")
-    }
-    if not group.detail:
-        empty = np.empty((0, group.shape.n_slots))
-        return empty.astype(np.int32), empty.astype(bool)
-    expert, residency, dropped, weight = (np.concatenate(parts[name]) for name in parts)
+    detail = replayer.detail(0)
+    expert, residency, dropped, weight = (detail[n] for n in ("expert", "residency", "dropped", "weight"))
     if dropped.any():
         # The engine promotes the top slot's expert again at each slot it drops (engine-semantics, section 2).
         top = np.where(expert >= 0, weight, -np.inf).argmax(axis=1)[:, None]

@@ -85,16 +85,10 @@ def features_of(trace: TraceLike, cells: Sequence[Cell], *, train: str | None = 
 def features_of_replay(replayer: Replayer) -> pl.DataFrame:
     """As `features_of`, of a replay run to its end with `detail=True`."""
     router = _Router(replayer.columns)
-    found: dict[int, dict[str, object]] = {}
-    for group in replayer.groups:
-        for lane, index in enumerate(group.indices):
-            experts, dropped = (
-                np.concatenate([chunk[name][:, :, lane] for chunk in group.detail])
-                for name in ("expert", "dropped")
-            )
-            ran = Executed(experts, dropped, _renormalises(replayer.cells[index].route))
-            found[index] = router.describe(ran)
-    rows = [found[index] for index in range(len(replayer.cells))]
+    rows = []
+    for index, cell in enumerate(replayer.cells):
+        detail = replayer.detail(index)
+        rows.append(router.describe(Executed(detail["expert"], detail["dropped"], _renormalises(cell.route))))
     return pl.DataFrame(rows, schema_overrides=_NULLABLE)
 
 
